@@ -20,7 +20,7 @@ from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.arithmetic.network_numbers import Network
 from mcftensor.arithmetic.number_protocol import Floats, Number, Numbers
 from mcftensor.arithmetic.rounding import add_signed, as_floats
-from mcftensor.kernels.without_float64 import Halves, has_float64
+from mcftensor.kernels.without_float64 import Pieces, has_float64
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _total(levels: Floats) -> Tensor:
     return result
 
 
-def _value(x: Number | Halves | Tensor | float) -> Tensor:
-    if isinstance(x, Halves):
+def _value(x: Number | Pieces | Tensor | float) -> Tensor:
+    if isinstance(x, Pieces):
         return x.high
     return x.value if isinstance(x, Wide) else x  # type: ignore[return-value]

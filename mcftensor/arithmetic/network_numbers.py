@@ -12,7 +12,7 @@ from mcftensor.arithmetic import networks, ordering
 from mcftensor.arithmetic.noise import Noise
 from mcftensor.arithmetic.number_protocol import Floats, Number, Numbers
 from mcftensor.arithmetic.rounding import as_floats, split_terms
-from mcftensor.kernels.without_float64 import Halves, halves, has_float64
+from mcftensor.kernels.without_float64 import Pieces, has_float64, pieces
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ class Terms(Number):
             return networks.shorten(self.floats, noise)
         return super().split(base, terms, noise)
 
-    def _entered(self, x: Number | Halves | Tensor | float) -> Number:
+    def _entered(self, x: Number | Pieces | Tensor | float) -> Number:
         if isinstance(x, Number):
             return x
         leading = self.floats[0]
         kind = Network(leading.dtype, len(self.floats))
-        if isinstance(x, Halves):
-            return kind.of(x)
-        if not isinstance(x, Tensor) and not has_float64(leading.device):
-            return kind.of([y.to(leading.device) for y in halves(x)])
+        if not isinstance(x, Pieces | Tensor) and not has_float64(leading.device):
+            x = Pieces(*[y.to(leading.device) for y in pieces(x)])
+        if isinstance(x, Pieces):
+            return kind.of(x[:2] if kind == Network(torch.float32, 2) else x)
         if not isinstance(x, Tensor):
             x = torch.scalar_tensor(x, dtype=torch.float64, device=leading.device)
         return kind.of([x])

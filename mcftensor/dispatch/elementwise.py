@@ -23,7 +23,7 @@ from mcftensor.dispatch.operands import (
 )
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Shortcut, implements, register_forms
 from mcftensor.formats import named
-from mcftensor.kernels.without_float64 import HALVES, has_float64, widest
+from mcftensor.kernels.without_float64 import PAIR, has_float64, widest
 from mcftensor.passes.operators import OPERATORS
 from mcftensor.tensor.implicit_rounding import rounding
 from mcftensor.tensor.step_context import current_step, is_unwatched
@@ -198,10 +198,10 @@ def _summed_rows(source: Tensor) -> tuple[tuple[Tensor, ...], MCFTensor]:
     """Return the places of a sparse tensor, and the sums of its rows there in float32 terms."""
     indices, values = source._indices(), source._values()
     if source.is_coalesced():
-        return tuple(indices), value_of(values, named(HALVES))
+        return tuple(indices), value_of(values, named(PAIR))
     indices, place = torch.unique(indices, dim=1, return_inverse=True)
     sums = values.new_zeros([indices.shape[1], *values.shape[1:]], dtype=torch.float32)
-    made: Any = value_of(sums, named(HALVES)).index_add(0, place, values)
+    made: Any = value_of(sums, named(PAIR)).index_add(0, place, values)
     return tuple(indices), made
 
 

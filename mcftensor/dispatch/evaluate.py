@@ -29,7 +29,7 @@ from mcftensor.kernels import Columns, run_alike
 from mcftensor.kernels.columns import Column, places_of, repeated
 from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.kernels.execute import is_dense
-from mcftensor.kernels.without_float64 import HALVES, halves, has_float64
+from mcftensor.kernels.without_float64 import PIECES, has_float64, pieces
 from mcftensor.passes import expressions
 from mcftensor.passes.expressions import NUMBER, Operand, carry_out, empty
 from mcftensor.tensor.step_context import current_step
@@ -123,13 +123,13 @@ def _device_of(columns: Lists) -> torch.device | None:
     return next((x.device for x in tensors if x.dim()), tensors[0].device if tensors else None)
 
 
-def _in_halves(
+def _in_pieces(
     format: Format, columns: Sequence[Sequence[Any]]
 ) -> tuple[Format, Sequence[Sequence[Any]]]:
-    """Return operands in a format; on devices without float64, numbers as two float32."""
+    """Return operands in a format; on devices without float64, numbers as float32 terms."""
     if format is not NUMBER or isinstance(columns[0][0], Tensor):
         return format, columns
-    return named(HALVES), list(zip(*map(halves, columns[0]), strict=True))
+    return named(PIECES), list(zip(*map(pieces, columns[0]), strict=True))
 
 
 class Lying(NamedTuple):
@@ -175,9 +175,9 @@ class _Part:
         formats = [kind.stored for kind in self.plan.read]
         if not self._is_bare(every, keys):
             if not has_float64(_device_of(every)):
-                halved = list(map(_in_halves, formats, self.read))
-                formats = [format for format, _ in halved]
-                every = list(itertools.chain(*[columns for _, columns in halved]))
+                split = list(map(_in_pieces, formats, self.read))
+                formats = [format for format, _ in split]
+                every = list(itertools.chain(*[columns for _, columns in split]))
             flat = [repeated([plain(x) for x in column], count) for column in every]
             found = expressions.evaluate(
                 expression.operation,

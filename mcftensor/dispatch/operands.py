@@ -17,7 +17,7 @@ from mcftensor.formats.promotion import longest_format
 from mcftensor.kernels import marks
 from mcftensor.kernels.columns import on_device
 from mcftensor.kernels.custom_ops import is_bare
-from mcftensor.kernels.without_float64 import HALVES, halves, has_float64, widest
+from mcftensor.kernels.without_float64 import PIECES, has_float64, pieces, widest
 from mcftensor.passes.format_conversion import collapse, key_for, recode
 from mcftensor.passes.operators import Number
 from mcftensor.tensor.components import COMPONENTS, Role
@@ -226,7 +226,7 @@ def stored_in(
 def _entered(operand: Any, device: torch.device) -> tuple[Format, list[Tensor]]:
     """Return a plain operand or a number as components of a format on a device."""
     if isinstance(operand, Number) and not has_float64(device):
-        return named(HALVES), [on_device(x, device) for x in halves(float(operand))]
+        return named(PIECES), [on_device(x, device) for x in pieces(float(operand))]
     x = plain(operand)
     return PLAIN[x.dtype], [on_device(x, device) if x.dim() == 0 else x]
 

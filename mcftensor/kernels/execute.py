@@ -23,7 +23,7 @@ from mcftensor.kernels.columns import (
 )
 from mcftensor.kernels.marks import Mark
 from mcftensor.kernels.program import Body, Program, Signature, record
-from mcftensor.kernels.without_float64 import Halves, halves, has_float64, without_float64
+from mcftensor.kernels.without_float64 import Pieces, has_float64, pieces, without_float64
 
 # The number of elements that a call on one set of tensors counts as, by its time in Python.
 OF_A_CALL = 1 << 12
@@ -146,23 +146,23 @@ def run(body: Body, columns: Columns) -> None:
     the same object at every call.
     """
     if not has_float64(columns.outputs[0][0].device):
-        body, columns = _in_halves(body, columns)
+        body, columns = _in_pieces(body, columns)
         with without_float64():
             _run(body, columns)
         return
     _run(body, columns)
 
 
-def _in_halves(body: Body, columns: Columns) -> tuple[Body, Columns]:
-    """Return the call with Python numbers and float64 as two float32 tensors each."""
+def _in_pieces(body: Body, columns: Columns) -> tuple[Body, Columns]:
+    """Return the call with Python numbers and float64 as three float32 tensors each."""
     are_split = tuple([_is_wide(column[0]) for column in columns.scalars])
     if not any(are_split):
         return body, columns
     scalars: list[Sequence[Scalar]] = []
     for column, is_split in zip(columns.scalars, are_split, strict=True):
-        scalars += zip(*[halves(float(x)) for x in column], strict=True) if is_split else [column]
+        scalars += zip(*[pieces(float(x)) for x in column], strict=True) if is_split else [column]
     made = dataclasses.replace(columns, scalars=scalars)
-    return _with_halves(body, are_split), made
+    return _with_pieces(body, are_split), made
 
 
 def _is_wide(x: Scalar) -> bool:
@@ -170,10 +170,10 @@ def _is_wide(x: Scalar) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _with_halves(body: Body, are_split: tuple[bool, ...]) -> Body:
+def _with_pieces(body: Body, are_split: tuple[bool, ...]) -> Body:
     def regrouped(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Any:
         left = iter(scalars)
-        found = [Halves(next(left), next(left)) if x else next(left) for x in are_split]
+        found = [Pieces(*itertools.islice(left, 3)) if x else next(left) for x in are_split]
         return body(vectors, [*found, *left], index)
 
     return regrouped

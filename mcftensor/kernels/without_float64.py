@@ -78,25 +78,29 @@ def without(what: str) -> NotImplementedError:
     )
 
 
-class Halves(NamedTuple):
-    """A Python number as two float32 tensors: the nearest number, and the nearest to the rest."""
+class Pieces(NamedTuple):
+    """A Python number as normalized float32 terms: a number of 53 bits needs three."""
 
     high: Tensor
     low: Tensor
+    rest: Tensor
 
 
-def halves(x: float) -> Halves:
-    """Return a Python number as normalized float32 terms."""
+def pieces(x: float) -> Pieces:
+    """Return a Python number as float32 terms. The first two are the nearest number of two."""
     high = _nearest(x)
     if not math.isfinite(high):
-        return Halves(_tensor(high), _tensor(0.0))
+        return Pieces(_tensor(high), _tensor(0.0), _tensor(0.0))
     total = high + _nearest(x - high)
     high = _nearest(total)
-    return Halves(_tensor(high), _tensor(total - high))
+    return Pieces(_tensor(high), _tensor(total - high), _tensor(x - total))
 
 
-HALVES = "fp32x2"
-"""The format of a number as halves."""
+PIECES = "fp32x3"
+"""The format of a number as pieces."""
+
+PAIR = "fp32x2"
+"""The format of values that are in float64 where it is available."""
 
 
 _BITS, _SMALLEST_EXPONENT, _OVERFLOW = 24, -125, 2.0**128

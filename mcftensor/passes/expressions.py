@@ -20,7 +20,7 @@ from mcftensor.kernels import Body, Column, Columns, Scalar, Signature, run
 from mcftensor.kernels.columns import columns_of, places_of, regroup, repeated
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.result_layout import template_of
-from mcftensor.kernels.without_float64 import Halves
+from mcftensor.kernels.without_float64 import Pieces
 
 T = TypeVar("T")
 
@@ -100,8 +100,8 @@ def _body(
 
 
 def stored_floats(format: Format, stored: Sequence[Any]) -> Floats:
-    """Decode stored components to floats; halves are returned unchanged."""
-    return stored[0] if isinstance(stored[0], Halves) else format.decode(stored)
+    """Decode stored components to floats; pieces are returned unchanged."""
+    return stored[0] if isinstance(stored[0], Pieces) else format.decode(stored)
 
 
 def on_whole(
@@ -123,8 +123,8 @@ def on_whole(
 
 
 def scalar_tensor(x: Any) -> Any:
-    """Return a scalar; a Python number becomes a float64 tensor, or its halves without float64."""
-    if isinstance(x, Tensor | Halves):
+    """Return a scalar; a Python number becomes a float64 tensor, or its pieces without float64."""
+    if isinstance(x, Tensor | Pieces):
         return x
     return torch.tensor(x, dtype=torch.float64, device="cpu")
 

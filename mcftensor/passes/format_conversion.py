@@ -19,7 +19,7 @@ from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.eager import CHUNK, indices
 from mcftensor.kernels.program import COMPUTED, PATTERNS
-from mcftensor.kernels.without_float64 import HALVES, halves, has_float64
+from mcftensor.kernels.without_float64 import PIECES, has_float64, pieces
 
 
 @opaque(lambda stored, source, format, key: named(format).empty_like(stored[0]), of_one=True)
@@ -47,7 +47,7 @@ def of_number(x: float, format: Format, device: torch.device | None) -> list[Ten
     if has_float64(device):
         entered = [torch.tensor(x, dtype=torch.float64, device="cpu")]
         return recode(entered, "float64", format.nearest.name, None)
-    return recode(list(halves(float(x))), HALVES, format.nearest.name, None)
+    return recode(list(pieces(float(x))), PIECES, format.nearest.name, None)
 
 
 def compute_tensor(stored: Sequence[Tensor], format: Format) -> Tensor:

@@ -19,7 +19,7 @@ from mcftensor.arithmetic.write_counts import count_beside, moved, start
 from mcftensor.formats import Format, require_format, unmoved
 from mcftensor.formats.format import named
 from mcftensor.kernels.columns import on_device
-from mcftensor.kernels.without_float64 import HALVES, has_float64, widest
+from mcftensor.kernels.without_float64 import PIECES, has_float64, widest
 from mcftensor.passes.format_conversion import of_number
 from mcftensor.tensor.checks import check_components, check_writes, normalized
 from mcftensor.tensor.components import COMPONENTS, Role, wrapper
@@ -512,8 +512,12 @@ def of_numbers(data: Any) -> Tensor:
         low = np.where(np.isfinite(high), numbers - high, 0).astype(np.float32)
         total = high.astype(np.float64) + low
         high = total.astype(np.float32)  # low may lie on a tie
-        low = np.where(np.isfinite(high), total - high, 0).astype(np.float32)
-    return MCFTensor.of([torch.from_numpy(np.array(x)) for x in (high, low)], named(HALVES))
+        low, rest = (
+            np.where(np.isfinite(high), x, 0).astype(np.float32)
+            for x in (total - high, numbers - total)
+        )
+    terms = [torch.from_numpy(np.array(x)) for x in (high, low, rest)]
+    return MCFTensor.of(terms, named(PIECES))
 
 
 def number_in(

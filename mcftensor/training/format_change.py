@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mcftensor.convert import Held, Overrides, as_plain, for_shape, plan_conversion
 from mcftensor.dispatch.operands import as_state, value_of
 from mcftensor.formats import PLAIN, Format, named, require_format
-from mcftensor.kernels.without_float64 import HALVES, has_float64
+from mcftensor.kernels.without_float64 import PAIR, has_float64
 from mcftensor.meters.memory_summary import Summary, summary
 from mcftensor.patches.optimizers import parameters_of
 from mcftensor.tensor.dtensor import format_of, local
@@ -293,7 +293,7 @@ def _name_in(model: nn.Module, p: Tensor) -> str:
 
 def _widely(x: Tensor) -> Tensor:
     """Return numbers in float64, or in two float32 terms without it."""
-    return as_plain(x, torch.float64) if has_float64(x.device) else value_of(x, named(HALVES))
+    return as_plain(x, torch.float64) if has_float64(x.device) else value_of(x, named(PAIR))
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from mcftensor.convert import as_expansion, as_plain
 from mcftensor.kernels.program import PATTERNS
-from mcftensor.kernels.without_float64 import HALVES
+from mcftensor.kernels.without_float64 import PAIR
 from mcftensor.sums.accumulators import SIZE, accumulate_dots
 from mcftensor.sums.correct_rounding import rounded_norm, rounded_sum
 from mcftensor.tensor import MCFTensor
@@ -480,7 +480,7 @@ def _resolved(x: Tensor) -> Tensor:
     wanted = sums_in(x)
     if wanted == torch.float64:
         return as_plain(x, wanted)
-    return as_expansion(x, HALVES)
+    return as_expansion(x, PAIR)
 
 
 def _row_sums(before: Tensor | None, after: Tensor, wide: Tensor, beside: Tensor | None) -> Tensor:
