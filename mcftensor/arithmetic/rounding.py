@@ -10,7 +10,7 @@ from torch import Tensor
 from mcftensor.arithmetic.base_types import BASES, NARROW
 from mcftensor.arithmetic.noise import Noise
 from mcftensor.kernels.custom_ops import opaque
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import has_float64, widest
 
 
 def add_signed(a: Tensor, b: Tensor) -> Tensor:
@@ -137,16 +137,15 @@ def _to_precision(x: Tensor, base: torch.dtype) -> Tensor:
 def as_floats(x: Tensor) -> list[Tensor]:
     """Convert a plain tensor to floats, leading one first.
 
-    Integers become one float64 tensor, or up to three float32 tensors without float64.
+    Integers become up to two float64 tensors, or up to three float32 tensors without float64.
     """
     if x.is_floating_point():
         return [x]
-    if has_float64(x.device):
-        return [x.to(torch.float64)]
-    floats = [x.to(torch.float32)]
-    while x.dtype in (torch.int32, torch.int64) and len(floats) < 3:
+    wide = widest(x.device)
+    floats = [x.to(wide)]
+    while x.dtype.itemsize >= wide.itemsize and len(floats) < 64 // torch.finfo(wide).bits + 1:
         x = x - floats[-1].to(x.dtype)
-        floats.append(x.to(torch.float32))
+        floats.append(x.to(wide))
     return floats
 
 
@@ -157,8 +156,6 @@ def split_terms(
 
     The last term is rounded to nearest, or by noise if given.
     """
-    if not x.is_floating_point():
-        (x,) = as_floats(x)
     if x.dtype == base or x.dtype.itemsize < base.itemsize:
         return [x.to(base, copy=True), *(torch.zeros_like(x, dtype=base) for _ in range(terms - 1))]
     return peel(round_to_terms(x, base, terms, noise), base, terms)

@@ -153,8 +153,6 @@ def _in_float64(
 
     targets = written_to(func, args, kwargs)
     result = evaluated(func, mapped(widen, args), mapped(widen, kwargs))
-    if isinstance(result, Tensor) and result.layout != torch.strided:
-        raise refusal(func, found, f"its result is {result.layout}")
     corrected = numbers.corrected(result)
     if any(id(x) in numbers.of for x in targets) and corrected is not result:
         corrected = tree_map(lambda x, y: x.copy_(plainly(y, WIDE)), result, corrected)
@@ -182,7 +180,7 @@ def _written_and_narrowed(
     directly. A result that is the copy of a target becomes the target.
 
     Raises:
-        NotImplementedError: a result is complex, or has another shape than its target.
+        NotImplementedError: a result is complex or sparse, or has another shape than its target.
     """
     written = list({id(x): x for x in targets if id(x) in copies}.values())
     assign(func, written, [copies[id(x)] for x in written], found)
@@ -195,6 +193,8 @@ def _written_and_narrowed(
             return originals[id(x)]
         if x.is_complex():
             raise refusal(func, found, "its result is complex")
+        if x.layout != torch.strided:
+            raise refusal(func, found, f"its result is {x.layout}")
         return narrow(x) if x.is_floating_point() else x
 
     return tree_map(of_target_or_narrow, result)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import torch
@@ -11,8 +13,10 @@ from mcftensor.dispatch.default_handler import PRECISION
 from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import is_wrapped, leaves, value_of
 from mcftensor.dispatch.torch_functions import narrowed
-from mcftensor.formats import Format
+from mcftensor.formats import Format, named
+from mcftensor.kernels.without_float64 import PAIR, PIECES, has_float64, pieces, without
 from mcftensor.tensor.dtensor import any_format_of, format_of, on_local
+from mcftensor.tensor.tensor import MCFTensor, of_numbers
 
 
 def cast(
@@ -39,7 +43,7 @@ def cast(
     if own is not None and own.rules is not None:
         x = x.to(WIDE)  # plain, and its gradient is rounded by the rules
     if not x.is_floating_point():
-        x = x.to(WIDE)
+        return on_local(value_of, x, format)
     format.require(x)
     if is_wrapped(x) or (torch.is_grad_enabled() and x.requires_grad):
         if format_of(x) is not None:
@@ -47,7 +51,7 @@ def cast(
                 f"to: an expansion in {x.format.name} of shape {tuple(x.shape)} requires grad, and "  # type: ignore[attr-defined]
                 f"gradients do not pass into {format.name}; convert x.detach()"
             )
-        return narrowed(x.to(WIDE), format)
+        return narrowed(x, format)
     return on_local(value_of, x.detach(), format)
 
 
@@ -57,7 +61,7 @@ def in_place_of_dtype(
     """Run a function of PyTorch that was given a format: `x.to(format)`, or one with
     `dtype=format`.
 
-    Functions with `dtype=` are computed in float64 and converted.
+    Functions with `dtype=` are computed in float64, or in float32 terms without it, and converted.
 
     Raises:
         TypeError: any other use of a format, or a result that float64 cannot represent.
@@ -72,12 +76,67 @@ def in_place_of_dtype(
         is_made_of = any(isinstance(x, Tensor) for x in leaves(args))
         if not is_made_of or format.precision <= PRECISION or "like" in name or "new_" in name:
             requires_grad = options.pop("requires_grad", False)
-            made = cast(func(*args, dtype=WIDE, **options), format)
+            made = cast(_result(func, name, format, args, options), format)
             return made.requires_grad_() if requires_grad else made
     raise TypeError(
         f"{name}: {found.name} is a format, which cannot stand here; convert a tensor by "
         f"x.to({found!r}), and a tensor or a module by mcf.as_expansion(x, {found!r})"
     )
+
+
+def _arange(
+    format: Format, start: float, end: float | None = None, step: float = 1, **options: Any
+) -> Tensor:
+    start, end = (0, start) if end is None else (start, end)
+    count = max(math.ceil((end - start) / step), 0)
+    return cast(torch.arange(count, **options), format) * step + start
+
+
+def _linspace(format: Format, start: float, end: float, steps: int, **options: Any) -> Tensor:
+    """Return numbers that are exact at both ends."""
+    i = cast(torch.arange(steps, **options), format)
+    step = (i.new_tensor(end) - start) / max(steps - 1, 1)
+    return torch.where(i * 2 < steps, i * step + start, (i - (steps - 1)) * step + end)
+
+
+_SPACED = {"arange": _arange, "linspace": _linspace}
+
+
+def _result(
+    func: Any, name: str, format: Format, args: tuple[Any, ...], options: dict[str, Any]
+) -> Tensor:
+    """Return a result in float64; without it in float32 terms, if it has no more bits than they.
+
+    Evenly spaced numbers are computed in longer formats.
+
+    Raises:
+        NotImplementedError: there is no float64, and the result would be rounded to float32.
+    """
+    tensors = [x for x in leaves(args) if isinstance(x, Tensor)]
+    device = options.get("device") or (
+        tensors[0].device if tensors else torch.get_default_device()
+    )
+    is_available = has_float64(torch.device(device))
+    if name in ("arange", "linspace") and not (is_available and format.precision <= PRECISION):
+        return _SPACED[name](format, *args, **options)
+    if is_available:
+        made: Tensor = func(*args, dtype=WIDE, **options)
+        return made
+    if func is torch.tensor:
+        return of_numbers(*args).to(device)
+    stem = name.removeprefix("new_").removesuffix("_like")
+    single = functools.partial(func, dtype=torch.float32, **options)
+    if stem in ("full", "scalar_tensor"):
+        *others, number = args
+        return MCFTensor.of([single(*others, x.item()) for x in pieces(number)], named(PIECES))
+    if stem in ("zeros", "ones", "empty", "eye"):
+        return single(*args)
+    if stem in ("rand", "randn"):
+        drawn = MCFTensor.of([single(*args), single(*args).zero_()], named(PAIR))
+        return drawn.uniform_() if stem == "rand" else drawn.normal_()
+    if tensors and tensors[0].is_floating_point():
+        return func(value_of(tensors[0], named(PAIR)), *args[1:], **options)
+    raise without(f"{name} with a format for a dtype")
 
 
 Format._in_place_of_dtype = staticmethod(in_place_of_dtype)

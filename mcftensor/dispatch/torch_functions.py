@@ -127,8 +127,8 @@ def _in_format(x: Tensor, name: str) -> Tensor:
 
 
 def narrowed(x: Tensor, format: Format) -> MCFTensor:
-    """Return a float64 tensor as a value; gradients pass through."""
-    made: MCFTensor = _Converted.apply(x, PLAIN[WIDE].name, format.name)
+    """Return a plain tensor as a value; gradients pass through."""
+    made: MCFTensor = _Converted.apply(x, PLAIN[x.dtype].name, format.name)
     return made
 
 

@@ -176,6 +176,7 @@ class TestExchange:
         assert_same_terms(p.detach(), before)
 
     @pytest.mark.parametrize("is_parameter", [False, True])
+    @pytest.mark.with_float64("scaled formats compute in float64")
     def test_a_plain_tensor_does_not_take_the_data_of_an_expansion(self, is_parameter):
         plain = torch.zeros(4, dtype=torch.bfloat16)
         scaled = mcf.as_expansion(torch.ones(4), mcf.scaling.scaled(torch.float16))

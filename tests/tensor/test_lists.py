@@ -79,6 +79,7 @@ def test_a_parameter_given_twice_to_threads():
 
 
 @pytest.mark.parametrize("name", ["add", "copy", "exp", "neg", "sqrt", "zero"])
+@pytest.mark.unwatched("the mode that watches keeps versions of plain tensors as they are")
 def test_lists_written_to_are_of_another_version(name):
     operands = {"add": [1.0], "copy": [[torch.ones(3)]]}.get(name, [])
     x, plain = sample(mcf.bf16x2, 3), torch.ones(3)
