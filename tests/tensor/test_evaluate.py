@@ -183,6 +183,7 @@ class TestWithoutDispatcher:
         ],
     )
     @pytest.mark.parametrize("format", [None, mcf.bf16x2, mcf.formats.named("bf16i16")], ids=str)
+    @pytest.mark.unwatched("the mode that watches lets plain tensors be written to")
     def test_inference_tensors_are_read_only_elsewhere(self, write, format):
         with torch.inference_mode():
             frozen = torch.ones(4) if format is None else mcf.as_expansion(torch.ones(4), format)

@@ -59,9 +59,10 @@ def test_derivatives(case, format):
     assert_close(jvp(gradient, (x,), (v,))[1], curved, format)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("format", [mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
-def test_tensors_become_expansions_within_a_transform(format):
-    x = torch.tensor([0.5, -1.25], dtype=torch.float64)
+def test_tensors_become_expansions_within_a_transform(format, dtype):
+    x = torch.tensor([0.5, -1.25], dtype=dtype)
 
     def square(y):
         z = mcf.as_expansion(y, format)
@@ -71,7 +72,7 @@ def test_tensors_become_expansions_within_a_transform(format):
     value, tangent = jvp(square, (x,), (x,))
     assert_close(tangent, [2 * Fraction(a) ** 2 for a in x.tolist()], format)
     assert_close(value, [Fraction(a) ** 2 for a in x.tolist()], format)
-    assert torch.equal(jacrev(lambda y: y.to(format).to(torch.float64))(x), torch.eye(2).double())
+    assert torch.equal(jacrev(lambda y: y.to(format).to(dtype))(x), torch.eye(2, dtype=dtype))
 
 
 @by_format

@@ -210,6 +210,7 @@ def test_a_condition_beyond_the_format_is_named(format):
         torch.linalg.inv(infinite)
 
 
+@pytest.mark.with_float64("the format is fp64x2")
 def test_batches():
     a, b = sample(mcf.fp64x2, 2, 3, 4, 4), sample(mcf.fp64x2, 3, 4, 2, seed=1)
     found = torch.linalg.solve(a, b)
@@ -218,6 +219,7 @@ def test_batches():
     assert torch.linalg.det(a).shape == (2, 3)
 
 
+@pytest.mark.with_float64("the format is fp64x2")
 def test_gradients():
     """Of x = inv(a) b with respect to a and b: - inv(a)^T g x^T and inv(a)^T g."""
     format = mcf.fp64x2
