@@ -170,6 +170,7 @@ class TestTheSalt:
         for name in ("exp_avg", "exp_avg_sq"):
             assert salt(state[name]) == salt_of("weight", name)
 
+    @pytest.mark.with_float64("a file has a tensor of it")
     @pytest.mark.parametrize("size", [1 << 10, 1 << 19])
     def test_a_converted_checkpoint_has_that_of_names(self, format, size, tmp_path):
         plain_model = nn.Linear(size // 8, 8, bias=False, dtype=torch.float64)
