@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.base_types import NARROW
-from mcftensor.dispatch.default_handler import PRECISION, PRECISION_OF_FLOAT32, compute
+from mcftensor.dispatch.default_handler import PRECISION, compute
 from mcftensor.dispatch.differences import RULES
 from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import named_arguments, plainly, value_of
@@ -112,10 +112,7 @@ def _dtype_beside(given: dict[str, Any], trains: bool) -> torch.dtype | None:
     """Return the dtype for weight and statistics, or None for values that no dtype serves."""
     x = given["input"]
     if _is_value(x):
-        precision = x.format.precision
-        if has_float64(x.device):
-            return WIDE if precision <= PRECISION else None
-        return torch.float32 if precision <= PRECISION_OF_FLOAT32 else None
+        return WIDE if has_float64(x.device) and x.format.precision <= PRECISION else None
     weight = given.get("weight", x)
     is_alike = "weight" in given and (weight is None or weight.dtype == x.dtype)
     dtype: torch.dtype = x.dtype
