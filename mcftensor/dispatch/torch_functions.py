@@ -198,7 +198,7 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     format = common_format(name, found)
     if func is torch.cdist:
         return _cdist(*args, **kwargs)
-    if func in _COVARIANCES:
+    if func in _COVARIANCES and has_float64(found[0].device):
         return func(_below_first(args[0]), *args[1:], **kwargs)
     if func in _ISCLOSE and has_rests((args, kwargs)):
         longer = longer_format((args, kwargs))
