@@ -284,6 +284,26 @@ def of_leading_term(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*leading(args), **leading(kwargs))
 
 
+@implements(
+    aten.any,  # x.any
+    aten.all,  # x.all
+    aten.nonzero.default,  # x.nonzero, x.argwhere
+    aten.count_nonzero,  # x.count_nonzero
+    aten.logical_not.default,  # x.logical_not
+    aten.logical_and.default,  # x.logical_and
+    aten.logical_or.default,  # x.logical_or
+    aten.logical_xor.default,  # x.logical_xor
+    aten._assert_async,  # torch.distributions, in compiled code
+)
+def of_zeros(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation whose result depends only on which numbers are zero."""
+
+    def is_true(x: Any) -> Any:
+        return x != 0 if isinstance(x, MCFTensor) else x
+
+    return func(*mapped(is_true, args), **mapped(is_true, kwargs))
+
+
 @implements(aten._has_same_storage_numel.default)  # torch.func.jvp
 def has_same_storage_numel(func: Any, x: Tensor, base: Tensor) -> Any:
     """Compare the storage of leading terms, for tangents that are no inputs of a graph.

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mcftensor.arithmetic.integer_parts import decimals_of, modulo, whole
 from mcftensor.dispatch.default_handler import compute
-from mcftensor.dispatch.operands import common_format, expansions, plain, selected
+from mcftensor.dispatch.operands import common_format, entered, expansions, selected
 from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.storage_formats import of_terms
-from mcftensor.kernels.columns import on_device
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -53,12 +51,9 @@ def to_remainder(func: Any, x: Any, y: Any) -> Any:
         return compute(func, x, y)
     name = func.overloadpacket.__name__
     format = common_format(name, (x, y))
-    a, b = (list(z._read()) if isinstance(z, MCFTensor) else [_entered(z, x, y)] for z in (x, y))
+    device = expansions((x, y))[0].device
+    a, b = (
+        list(z._read()) if isinstance(z, MCFTensor) else entered(z, device)[1] for z in (x, y)
+    )
     found = modulo(a, b, name, format.dtype, len(format.components))
     return selected(found, format, "value", (x, y))
-
-
-def _entered(operand: Any, *operands: Any) -> Tensor:
-    device = expansions(operands)[0].device
-    entered = plain(operand)
-    return on_device(entered, device) if entered.dim() == 0 else entered

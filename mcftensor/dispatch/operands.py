@@ -219,11 +219,11 @@ def stored_in(
             missing = len(format.components) - len(source.components)
             return found + [torch.zeros_like(found[0])] * missing
     else:
-        source, found = _entered(operand, device)
+        source, found = entered(operand, device)
     return recode(found, source.name, target.name, key)
 
 
-def _entered(operand: Any, device: torch.device) -> tuple[Format, list[Tensor]]:
+def entered(operand: Any, device: torch.device) -> tuple[Format, list[Tensor]]:
     """Return a plain operand or a number as components of a format on a device."""
     if isinstance(operand, Number) and not has_float64(device):
         return named(PIECES), [on_device(x, device) for x in pieces(float(operand))]

@@ -1,0 +1,110 @@
+"""Numbers and integers that become expansions, or meet them, keep all bits that a format holds."""
+
+from contextlib import nullcontext
+from fractions import Fraction
+
+import pytest
+import torch
+
+import mcftensor as mcf
+from support.no_float64 import no_float64
+
+LONG = pytest.mark.parametrize(
+    "format", [mcf.fp32x3, mcf.fp64x2, mcf.Format(torch.bfloat16, 6)], ids=lambda f: f.name
+)
+TENTH = 0.1  # 53 bits
+WHOLE = [2**53 + 1, -(2**62) - 3, 2**40 + 1, 7]
+
+
+def fractions(x):
+    terms = [t.reshape(-1).tolist() for t in x.components]
+    return [sum(map(Fraction, number)) for number in zip(*terms, strict=True)]
+
+
+def modes(format):
+    """With float64, and without it where the format does not consist of it."""
+    return [nullcontext()] if format.dtype == torch.float64 else [nullcontext(), no_float64()]
+
+
+@LONG
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        pytest.param(lambda x: x * TENTH, 3 * Fraction(TENTH), id="mul"),
+        pytest.param(lambda x: x.clone().mul_(TENTH), 3 * Fraction(TENTH), id="mul_"),
+        pytest.param(lambda x: x + TENTH, 3 + Fraction(TENTH), id="add"),
+        pytest.param(lambda x: x.clamp(max=TENTH), Fraction(TENTH), id="clamp"),
+        pytest.param(lambda x: x.clone().fill_(TENTH), Fraction(TENTH), id="fill_"),
+        pytest.param(lambda x: x.new_tensor([TENTH]), Fraction(TENTH), id="new_tensor"),
+        pytest.param(lambda x: torch.where(x > 0, TENTH, x), Fraction(TENTH), id="where"),
+        pytest.param(lambda x: torch.tensor([TENTH], dtype=x.format), Fraction(TENTH), id="tensor"),
+        pytest.param(lambda x: torch.full((1,), TENTH, dtype=x.format), Fraction(TENTH), id="full"),
+        pytest.param(lambda x: torch.full_like(x, TENTH), Fraction(TENTH), id="full_like"),
+        pytest.param(lambda x: x % TENTH, Fraction(3) % Fraction(TENTH), id="remainder"),
+    ],
+)
+def test_numbers(make, expected, format):
+    for mode in modes(format):
+        with mode:
+            found = make(mcf.as_expansion(torch.tensor([3.0]), format))
+        assert fractions(found) == [expected]
+
+
+@LONG
+def test_numbers_on_the_tape(format):
+    for mode in modes(format):
+        with mode:
+            p = torch.nn.Parameter(mcf.as_expansion(torch.ones(3), format))
+            p.grad = torch.zeros(3, dtype=format.dtype)
+            torch.optim.SGD([p], lr=1.0, momentum=0.0, weight_decay=TENTH).step()
+        u = Fraction(2) ** -format.precision
+        assert all(abs(x - (1 - Fraction(TENTH))) <= 4 * u for x in fractions(p))
+
+
+@LONG
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda x, whole: whole.to(x.format), id="to"),
+        pytest.param(lambda x, whole: x + whole, id="add"),
+        pytest.param(lambda x, whole: x.copy_(whole), id="copy_"),
+        pytest.param(lambda x, whole: torch.where(x == 0, whole, x), id="where"),
+    ],
+)
+def test_integers(make, format):
+    for mode in modes(format):
+        with mode:
+            found = make(mcf.as_expansion(torch.zeros(len(WHOLE)), format), torch.tensor(WHOLE))
+        if format.precision >= 63:
+            assert fractions(found) == WHOLE
+        else:
+            u = Fraction(2) ** -format.precision
+            for x, y in zip(fractions(found), WHOLE, strict=True):
+                assert abs(x - y) <= abs(y) * u
+
+
+@pytest.mark.parametrize(
+    "format", [mcf.bf16x3, mcf.fp32x2, mcf.fp32x3, mcf.fp64x2], ids=lambda f: f.name
+)
+def test_evenly_spaced_numbers(format):
+    start, end, step = Fraction(TENTH), Fraction(1.3), Fraction(1.3) - Fraction(TENTH)
+    for mode in modes(format):
+        with mode:
+            spaced = torch.linspace(TENTH, 1.3, 10, dtype=format)
+            stepped = torch.arange(TENTH, 1.3, TENTH, dtype=format)
+            assert torch.linspace(0, 1, 1, dtype=format).tolist() == [0.0]
+            assert torch.linspace(0, 1, 0, dtype=format).shape == (0,)
+            assert torch.arange(5, dtype=format).tolist() == [0, 1, 2, 3, 4]
+        assert len(stepped) == len(torch.arange(TENTH, 1.3, TENTH, dtype=torch.float64))
+        u = Fraction(2) ** -format.precision
+        expected = [start + step * i / 9 for i in range(10)]
+        for x, y in zip(fractions(spaced), expected, strict=True):
+            assert abs(x - y) <= 8 * u * y
+        assert abs(fractions(spaced)[-1] - end) <= 2 * u * end
+        for i, x in enumerate(fractions(stepped)):
+            assert abs(x - start * (i + 1)) <= 8 * u * x
+
+
+def test_what_float32_rounds_is_refused():
+    with no_float64(), pytest.raises(NotImplementedError, match=r"logspace.*takes float64"):
+        torch.logspace(0, 1, 5, dtype=mcf.fp32x2)
