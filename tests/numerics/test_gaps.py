@@ -25,6 +25,7 @@ by_format = pytest.mark.parametrize(
     [mcf.fp32x2, mcf.bf16x3, pytest.param(mcf.bf16x2, marks=pytest.mark.slow)],
     ids=lambda f: f.name,
 )
+REFUSED = ("erfcx", "log_ndtr", "i0", "i1", "i0e", "i1e")  # without float64
 SLOW = ("erfinv", "polygamma 2", "zeta(3, x)", "mvlgamma")
 
 
@@ -94,7 +95,12 @@ def at(function, *columns):
 
 @by_format
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in NAMES]
+    "name",
+    [
+        *[x for x in NAMES if x not in (*SLOW, *REFUSED)],
+        *[pytest.param(x, marks=pytest.mark.slow) for x in SLOW],
+        *[pytest.param(x, marks=pytest.mark.with_float64("refused without it")) for x in REFUSED],
+    ],
 )
 def test_functions(name, format):
     function, oracle = functions.FUNCTIONS[name]

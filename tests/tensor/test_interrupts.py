@@ -20,7 +20,10 @@ COUNT = 1 << 20
 TRIES = 12
 
 # What is cut may be a collection of garbage, which cannot raise.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.unwatched("the mode that watches is cut, too"),
+]
 
 needs_timers = pytest.mark.skipif(
     not hasattr(signal, "setitimer"), reason="needs a timer that sends signals"
