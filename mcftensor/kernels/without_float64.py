@@ -24,7 +24,7 @@ class without_float64(contextlib.ContextDecorator):
 
     Expansions that are otherwise evaluated in float64, `bf16x3` and bfloat16 with another rounding
     than to nearest, are evaluated by networks of two float32 terms. Exact products and roots of
-    float32 use float32 alone, and Python numbers, which are float64, become two float32 terms.
+    float32 use float32 alone, and Python numbers, which are float64, become three float32 terms.
     Devices without float64, such as Apple's MPS, always work in this way.
 
     *Error*: as `mcf.expansion` states for the format. `fp32x2` has the same bits as with float64 if
