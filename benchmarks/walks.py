@@ -27,8 +27,8 @@ from mcftensor.kernels.execute import OF_A_CALL
 PACKAGE = Path(str(mcf.__file__)).parent
 # Folders in the order in which they are imported; modules at the top of the package are last.
 LAYERS = (
-    *("arithmetic", "formats", "kernels", "passes", "tensor", "patches", "dispatch", "scaling"),
-    *("training", "checkpoint", "meters", "."),
+    *("kernels", "arithmetic", "formats", "passes", "tensor", "dispatch", "patches", "scaling"),
+    *("checkpoint", "training", "meters", "."),
 )
 
 

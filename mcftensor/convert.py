@@ -46,8 +46,8 @@ from mcftensor.patches.objects import (
 from mcftensor.scaling.rule_table import rule
 from mcftensor.scaling.scaled_models import unscaled
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.components import Role
-from mcftensor.tensor.dtensor import format_of, local, on_local, require_unsharded
+from mcftensor.tensor.components import Role, format_of, local
+from mcftensor.tensor.dtensor import on_local, require_unsharded
 from mcftensor.training.gradient_hooks import GradientHook
 
 M = TypeVar("M", bound=nn.Module)

@@ -20,7 +20,7 @@ from mcftensor.checkpoint.increments import opened
 from mcftensor.checkpoint.safetensors_files import index_of
 from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, joined, ties
 from mcftensor.patches.table import calls
-from mcftensor.tensor.dtensor import any_format_of
+from mcftensor.tensor.components import any_format_of
 
 FilePath = str | os.PathLike[str]
 Device = torch.device | str | int

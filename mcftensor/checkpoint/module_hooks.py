@@ -27,7 +27,8 @@ from mcftensor.dispatch.operands import count_of, value_in
 from mcftensor.formats import Format
 from mcftensor.patches.objects import as_held, has_load_hook, register_load_hook
 from mcftensor.patches.table import calls
-from mcftensor.tensor.dtensor import any_format_of, format_of, local, place_of
+from mcftensor.tensor.components import any_format_of, format_of, local
+from mcftensor.tensor.dtensor import place_of
 from mcftensor.tensor.tensor import MCFTensor
 
 M = TypeVar("M", bound=nn.Module)

@@ -21,14 +21,8 @@ from mcftensor.formats import Format
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.patches.table import calls
 from mcftensor.tensor.checks import check_components, check_writes, normalized
-from mcftensor.tensor.dtensor import (
-    any_format_of,
-    format_of,
-    local,
-    on_local,
-    place_of,
-    placed_like,
-)
+from mcftensor.tensor.components import any_format_of, format_of, local
+from mcftensor.tensor.dtensor import on_local, place_of, placed_like
 from mcftensor.tensor.tensor import MCFTensor
 
 

@@ -20,8 +20,8 @@ from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.kernels.without_float64 import PIECES, has_float64, pieces, widest
 from mcftensor.passes.format_conversion import collapse, key_for, recode
 from mcftensor.passes.operators import Number
-from mcftensor.tensor.components import COMPONENTS, Role
-from mcftensor.tensor.dtensor import local, place_of, placed_like
+from mcftensor.tensor.components import COMPONENTS, Role, local
+from mcftensor.tensor.dtensor import place_of, placed_like
 from mcftensor.tensor.implicit_rounding import note_of_leading, updating
 from mcftensor.tensor.tensor import GradientTensor, MCFTensor
 

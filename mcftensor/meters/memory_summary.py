@@ -18,7 +18,7 @@ from mcftensor.formats import PLAIN, Format, default_format
 from mcftensor.formats.defaults import format_of_weights
 from mcftensor.patches.optimizers import named_parameters_of, parameters_of
 from mcftensor.tensor import text_tables
-from mcftensor.tensor.dtensor import format_of, local
+from mcftensor.tensor.components import format_of, local
 from mcftensor.training.collage import Mode, collage, mode_of
 from mcftensor.training.shadow import CannotShadow
 from mcftensor.training.state_layouts import States, TensorLayout, layouts, predicted

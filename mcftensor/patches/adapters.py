@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from mcftensor.patches.table import by_name, calls, row
-from mcftensor.tensor.dtensor import format_of
+from mcftensor.tensor.components import format_of
 
 
 @by_name

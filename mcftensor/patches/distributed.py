@@ -18,7 +18,7 @@ from mcftensor.patches.optimizers import parameters_of
 from mcftensor.patches.table import by_name, calls, row
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.addresses import without_addresses
-from mcftensor.tensor.dtensor import format_of, local
+from mcftensor.tensor.components import format_of, local
 
 States = dict[str, Any]
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mcftensor.patches.table import by_name, calls, patch, row
-from mcftensor.tensor.components import Role
-from mcftensor.tensor.dtensor import any_format_of, format_of, local
+from mcftensor.tensor.components import Role, any_format_of, format_of, local
 from mcftensor.tensor.implicit_rounding import saying_itself
 from mcftensor.tensor.pending_tensor import resolved
 from mcftensor.tensor.taped_tensor import TapedTensor

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from mcftensor.patches.sharded_optimizers import mean_over_ranks
 from mcftensor.patches.table import by_name, calls, patch, row
-from mcftensor.tensor.dtensor import format_of, local, with_gradient_tensors
+from mcftensor.tensor.components import format_of, local
+from mcftensor.tensor.dtensor import with_gradient_tensors
 from mcftensor.tensor.implicit_rounding import asking
 from mcftensor.tensor.step_context import Step, closure, current_step, in_step
 

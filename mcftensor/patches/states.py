@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from mcftensor.formats import Format
 from mcftensor.patches.optimizers import has_expansions, parameters_of
 from mcftensor.patches.table import by_name, calls, patch
-from mcftensor.tensor.dtensor import format_of
+from mcftensor.tensor.components import format_of
 
 FORMATS = "mcftensor_formats"
 """Where a state dict says in which formats parameters were, by their numbers."""

@@ -248,3 +248,25 @@ def wrapper(cls: type[T], like: Tensor, format: Format) -> T:
         cls, like.shape, strides=like.stride(), dtype=format.dtype, device=like.device, **others
     )
     return made
+
+
+def local(x: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, or any other tensor itself."""
+    return getattr(x, "_local_tensor", x)
+
+
+def format_of(x: object) -> Format | None:
+    """Return the format of an expansion or of a DTensor of one, or None for other tensors.
+
+    It is also None if the format has rules, because optimizers then need no special treatment.
+    """
+    format = any_format_of(x)
+    return format if format is None or format.rules is None else None
+
+
+def any_format_of(x: object) -> Format | None:
+    """Return the format of an MCFTensor or of a DTensor of one; None for other tensors."""
+    if isinstance(x, ComponentTensor):
+        return x._format
+    x = getattr(x, "_local_tensor", None)
+    return x._format if isinstance(x, ComponentTensor) else None

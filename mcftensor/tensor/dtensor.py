@@ -14,31 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcftensor.formats import Format
+from mcftensor.tensor.components import format_of, local
 from mcftensor.tensor.step_context import Step, outside
-from mcftensor.tensor.tensor import MCFTensor, gradient_tensor
-
-
-def local(x: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or any other tensor itself."""
-    return getattr(x, "_local_tensor", x)
-
-
-def format_of(x: object) -> Format | None:
-    """Return the format of an expansion or of a DTensor of one, or None for other tensors.
-
-    It is also None if the format has rules, because optimizers then need no special treatment.
-    """
-    format = any_format_of(x)
-    return format if format is None or format.rules is None else None
-
-
-def any_format_of(x: object) -> Format | None:
-    """Return the format of an MCFTensor or of a DTensor of one; None for other tensors."""
-    if isinstance(x, MCFTensor):
-        return x._format
-    x = getattr(x, "_local_tensor", None)
-    return x._format if isinstance(x, MCFTensor) else None
+from mcftensor.tensor.tensor import gradient_tensor
 
 
 def on_local(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:

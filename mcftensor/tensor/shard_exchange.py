@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcftensor.arithmetic.write_counts import moved
-from mcftensor.tensor.dtensor import local, place_of
+from mcftensor.tensor.components import local
+from mcftensor.tensor.dtensor import place_of
 from mcftensor.tensor.step_context import outside
 from mcftensor.tensor.tensor import GradientTensor, MCFTensor
 

@@ -27,7 +27,7 @@ from mcftensor.patches.optimizers import (
     untraced,
 )
 from mcftensor.patches.table import calls
-from mcftensor.tensor.dtensor import any_format_of, format_of
+from mcftensor.tensor.components import any_format_of, format_of
 from mcftensor.training.shadow import CannotShadow, bare, options_of, plain_step, trying
 from mcftensor.training.state_names import FIRST_MOMENTS, SECOND_MOMENTS, WIDE, compact_format
 from mcftensor.training.step_warnings import warn_of_plain_parameters

@@ -15,7 +15,8 @@ from mcftensor.kernels.changes import coded_changes, digest_of, mark_changes
 from mcftensor.kernels.marks import Marks, watch
 from mcftensor.meters.edq.meter import unique_names
 from mcftensor.patches.optimizers import named_parameters_of
-from mcftensor.tensor.dtensor import local, place_of
+from mcftensor.tensor.components import local
+from mcftensor.tensor.dtensor import place_of
 from mcftensor.tensor.step_context import current_step
 from mcftensor.tensor.tensor import MCFTensor
 

@@ -16,7 +16,7 @@ from mcftensor.formats import PLAIN, Format, named, require_format
 from mcftensor.kernels.without_float64 import PAIR, has_float64
 from mcftensor.meters.memory_summary import Summary, summary
 from mcftensor.patches.optimizers import parameters_of
-from mcftensor.tensor.dtensor import format_of, local
+from mcftensor.tensor.components import format_of, local
 from mcftensor.tensor.step_context import current_step
 from mcftensor.training.collage import CollagePlan, Mode, collage, plan_of
 from mcftensor.training.round_trips import differing, in_format

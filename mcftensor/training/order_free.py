@@ -26,7 +26,8 @@ from mcftensor.patches.distributed import REDUCES
 from mcftensor.patches.optimizers import NORMS
 from mcftensor.patches.table import calls, install_once
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.dtensor import local, placed_like
+from mcftensor.tensor.components import local
+from mcftensor.tensor.dtensor import placed_like
 from mcftensor.training.gradient_hooks import (
     Handle,
     HandleHook,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcftensor.sums.accumulators import accumulate_all
 from mcftensor.sums.correct_rounding import rounded_norm
-from mcftensor.tensor.dtensor import local
+from mcftensor.tensor.components import local
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:

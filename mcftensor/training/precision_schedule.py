@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mcftensor.convert import Overrides
 from mcftensor.formats import Format, require_format
 from mcftensor.meters.edq.meter import EDQ
-from mcftensor.tensor.dtensor import format_of
+from mcftensor.tensor.components import format_of
 from mcftensor.training.collage import Mode
 from mcftensor.training.format_change import FormatChange, change_format
 

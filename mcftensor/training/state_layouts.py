@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mcftensor.convert import as_expansion
 from mcftensor.formats import PLAIN, Format, bytes_of
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.dtensor import any_format_of, local
+from mcftensor.tensor.components import any_format_of, local
 from mcftensor.training.shadow import CannotShadow, bare, options_of, plain_step, trying
 
 # Lengths of stand-ins, for the shortest dimension, the next, and so on. A length of a state that

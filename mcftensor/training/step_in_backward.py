@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from mcftensor.checkpoint.checkpoint_error import some
 from mcftensor.patches.optimizers import CLIPS
 from mcftensor.patches.table import calls, install_once
-from mcftensor.tensor.dtensor import local
+from mcftensor.tensor.components import local
 from mcftensor.training.ddp_buckets import pass_on_reduced, require_known_gradients
 from mcftensor.training.gradient_hooks import (
     Handle,

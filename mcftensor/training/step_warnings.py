@@ -28,7 +28,7 @@ from mcftensor.kernels.block_scales import BLOCK_SIZE, block_max, spread
 from mcftensor.patches.optimizers import has_expansions, named_parameters_of, parameters_of
 from mcftensor.patches.table import calls
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.dtensor import any_format_of, format_of, local
+from mcftensor.tensor.components import any_format_of, format_of, local
 from mcftensor.training.gradient_hooks import Handle
 from mcftensor.training.state_names import SECOND_MOMENTS
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import mcftensor as mcf
-from mcftensor.tensor.dtensor import format_of
+from mcftensor.tensor.components import format_of
 from support.helpers import IN_MODULES, KEPT, assert_same_terms, exact, over_formats
 from support.ranks import Wire, on_ranks
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import mcftensor as mcf
-from mcftensor.tensor.dtensor import local
+from mcftensor.tensor.components import local
 from support.helpers import IN_MODULES, assert_same_terms, sample
 from support.ranks import on_ranks
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 import mcftensor as mcf
 from mcftensor.formats import ExpansionFormat
-from mcftensor.tensor.dtensor import format_of
+from mcftensor.tensor.components import format_of
 from support.helpers import IN_MODULES, KEPT, assert_same_terms, exact, over_formats
 from support.ranks import on_ranks
 

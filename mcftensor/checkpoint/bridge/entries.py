@@ -15,7 +15,7 @@ from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.checkpoint.safetensors_files import Lazy
 from mcftensor.checkpoint.state_dicts import format_said, is_sharded, joined, names_of_terms
 from mcftensor.formats import PLAIN, Format
-from mcftensor.tensor.dtensor import format_of
+from mcftensor.tensor.components import format_of
 
 LIKE_PARAMETERS = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"),

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mcftensor.meters.edq.meter import EDQ
 from mcftensor.meters.edq.report import percent
 from mcftensor.patches.optimizers import untraced
-from mcftensor.tensor.dtensor import any_format_of
+from mcftensor.tensor.components import any_format_of
 
 
 class Diagnosis:

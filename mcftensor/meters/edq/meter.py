@@ -28,7 +28,7 @@ from mcftensor.meters.edq.readings import (
     totals,
 )
 from mcftensor.patches.optimizers import named_parameters_of, parameters_of, untraced
-from mcftensor.tensor.dtensor import format_of
+from mcftensor.tensor.components import format_of
 from mcftensor.training.gradient_hooks import Handle
 from mcftensor.training.shadow import Original, reaches_parameters, require_single
 from mcftensor.training.step_warnings import (

@@ -27,7 +27,7 @@ from mcftensor.kernels.without_float64 import PAIR
 from mcftensor.sums.accumulators import SIZE, accumulate_dots
 from mcftensor.sums.correct_rounding import rounded_norm, rounded_sum
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.dtensor import local
+from mcftensor.tensor.components import local
 from mcftensor.training.shadow import (
     CannotShadow,
     Original,
