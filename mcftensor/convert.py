@@ -35,7 +35,8 @@ from mcftensor.formats import (
     require_format,
 )
 from mcftensor.formats.defaults import format_of_buffer, format_of_weights, is_average
-from mcftensor.kernels.custom_ops import is_bare, opaque
+from mcftensor.kernels.columns import is_bare
+from mcftensor.kernels.custom_ops import opaque
 from mcftensor.patches.objects import (
     as_held,
     exchange,
@@ -43,6 +44,7 @@ from mcftensor.patches.objects import (
     remove_load_hook,
     without_weight_references,
 )
+from mcftensor.patches.optimizers import STEPS
 from mcftensor.scaling.rule_table import rule
 from mcftensor.scaling.scaled_models import unscaled
 from mcftensor.tensor import MCFTensor
@@ -462,6 +464,7 @@ def _carry_out(
         forget(module)
     if changed or where == "as_expansion":
         latest_conversion += 1
+        STEPS.clear()
 
 
 def _detach_recomputed(module: nn.Module) -> None:

@@ -26,8 +26,7 @@ from mcftensor.dispatch.resolve import Kind, Plan, kind_of, kinds_of, plan
 from mcftensor.dispatch.storage_formats import are_apart
 from mcftensor.formats import Format, named
 from mcftensor.kernels import Columns, run_alike
-from mcftensor.kernels.columns import Column, places_of, repeated
-from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.kernels.columns import Column, is_bare, places_of, repeated
 from mcftensor.kernels.execute import is_dense
 from mcftensor.kernels.without_float64 import PIECES, has_float64, pieces
 from mcftensor.passes import expressions

@@ -22,8 +22,7 @@ from mcftensor.dispatch.operands import (
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, implements
 from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import require_one_base
-from mcftensor.kernels.columns import places_of
-from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.kernels.columns import is_bare, places_of
 from mcftensor.passes.optimizer_steps import RULES, setting, step_, take, unscale_
 from mcftensor.tensor.taped_tensor import TapedGradient
 from mcftensor.tensor.tensor import GradientTensor, MCFTensor
@@ -118,7 +117,7 @@ def _step(func: Any, call: StepCall) -> None:
             buffer.zero_()  # SGD makes it without values, and a skipped step leaves it so
     groups = _groups([call.grads, *call.written()])
     for formats in groups:  # before anything is written
-        require_one_base("fused step", [f for f in formats if f.arithmetic != "plain"])
+        require_one_base("fused step", tuple([f for f in formats if f.arithmetic != "plain"]))
     keys = _keys(groups, call.written())
     settings = call.settings()
     taken: list[tuple[list[Tensor], Format]] = []

@@ -15,8 +15,7 @@ from mcftensor.dispatch.resolve import uses_leading
 from mcftensor.formats import PLAIN, Format, named
 from mcftensor.formats.promotion import longest_format
 from mcftensor.kernels import marks
-from mcftensor.kernels.columns import on_device
-from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.kernels.columns import is_bare, on_device
 from mcftensor.kernels.without_float64 import PIECES, has_float64, pieces, widest
 from mcftensor.passes.format_conversion import collapse, key_for, recode
 from mcftensor.passes.operators import Number

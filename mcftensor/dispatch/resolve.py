@@ -125,7 +125,7 @@ def plan(
         format = longest_format(name, formats).result
     else:
         format = target
-        require_one_base(name, [target, *formats])
+        require_one_base(name, (target, *formats))
     stand_ins = [1 if x.number == "one" else _Place(i) for i, x in enumerate(kinds)]
     count = len(kinds) - len(keywords)
     named = dict(zip(keywords, stand_ins[count:], strict=True))

@@ -23,7 +23,8 @@ from mcftensor.dispatch.in_float64 import WIDE, evaluated
 from mcftensor.dispatch.operands import expansions, leaves, mapped, named_arguments
 from mcftensor.dispatch.write_results import without_results
 from mcftensor.formats import Format, named
-from mcftensor.kernels.custom_ops import is_bare, opaque
+from mcftensor.kernels.columns import is_bare
+from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.passes.format_conversion import collapse_with_rest, rest_of
 from mcftensor.tensor import GradientTensor, MCFTensor

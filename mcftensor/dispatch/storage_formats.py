@@ -35,8 +35,7 @@ from mcftensor.dispatch.registry import Handler
 from mcftensor.dispatch.write_results import written_to
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels.block_scales import BLOCK_SIZE
-from mcftensor.kernels.columns import Column, places_of
-from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.kernels.columns import Column, is_bare, places_of
 from mcftensor.passes.format_conversion import (
     decode_columns,
     encode_columns,

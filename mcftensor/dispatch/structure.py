@@ -49,7 +49,7 @@ from mcftensor.dispatch.view_offsets import starts_of_pieces
 from mcftensor.dispatch.write_results import refusal
 from mcftensor.formats import Format, compute_view, movable, unmoved
 from mcftensor.kernels import marks
-from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.kernels.columns import is_bare
 from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.passes.format_conversion import compute_tensor as compute_tensor_of
 from mcftensor.tensor import GradientTensor, MCFTensor, Role

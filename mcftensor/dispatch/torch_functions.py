@@ -40,7 +40,7 @@ from mcftensor.dispatch.rounded_arguments import first_if_rounded, has_rests
 from mcftensor.dispatch.storage_formats import decoded
 from mcftensor.dispatch.write_results import assign_tree, refusal, require_no_grad
 from mcftensor.formats import PLAIN, Format, PlainFormat, named
-from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.kernels.columns import is_bare
 from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.step_context import current_step, outside

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from mcftensor.formats.expansion_format import MAX_TERMS, ExpansionFormat
 from mcftensor.formats.format import Format
 
 
-def require_one_base(name: str, formats: Sequence[Format]) -> None:
+@functools.lru_cache(maxsize=1024)
+def require_one_base(name: str, formats: tuple[Format, ...]) -> None:
     """Raise ValueError for expansions of different bases."""
     if len(formats) > 1 and len({f.dtype for f in formats if f.arithmetic != "numbers"}) > 1:
         # Not a TypeError: Python's operators would hide its message.
@@ -33,7 +35,7 @@ def longest_format(name: str, formats: Sequence[Format]) -> Format:
     first = formats[0]
     if all(f is first for f in formats):
         return first
-    require_one_base(name, formats)
+    require_one_base(name, tuple(formats))
     of_terms = [f for f in formats if isinstance(f, ExpansionFormat)]
     if not of_terms:
         return max(formats, key=lambda f: f.precision)

@@ -5,17 +5,18 @@ same form here. Facts about tensors are determined once per column."""
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from mcftensor.kernels.custom_ops import is_bare
-from mcftensor.kernels.marks import Mark
+if TYPE_CHECKING:
+    from mcftensor.kernels.marks import Mark
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -25,6 +26,21 @@ Scalar = Tensor | float
 
 _FEW = 128
 _dtype = operator.attrgetter("dtype")
+
+
+# Types of arguments that need no further inspection.
+_BARE = {Tensor, torch.nn.Parameter, bool, int, float, str, type(None)}
+
+
+def is_bare(*lists: Sequence[Any]) -> bool:
+    """Whether a call with these lists is seen by eager PyTorch alone: no tracer or transform."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.autograd._profiler_enabled()
+        and _BARE.issuperset(map(type, itertools.chain.from_iterable(lists)))
+    )
 
 
 @dataclass(eq=False, slots=True)

@@ -10,7 +10,6 @@ bits.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -23,9 +22,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _LIBRARY = torch.library.Library("mcftensor", "DEF")
-
-# Types of arguments that need no further inspection.
-_BARE = {Tensor, torch.nn.Parameter, bool, int, float, str, type(None)}
 
 DEFINITIONS: dict[str, Callable[..., Any]] = {}
 """The plain Python function of each operator."""
@@ -70,17 +66,6 @@ def opaque(
 
 def _first(operands: Sequence[Tensor]) -> Tensor:
     return operands[0]
-
-
-def is_bare(*lists: Sequence[Any]) -> bool:
-    """Whether a call with these lists is seen by eager PyTorch alone: no tracer or transform."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.autograd._profiler_enabled()
-        and _BARE.issuperset(map(type, itertools.chain.from_iterable(lists)))
-    )
 
 
 def inline(function: Callable[P, R]) -> Callable[P, R]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.kernels.columns import is_bare
 from mcftensor.kernels.program import PATTERNS
 
 # Elements at a multiple of which kernels begin to write: threads share no byte of marks.

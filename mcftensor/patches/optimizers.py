@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from mcftensor.patches.sharded_optimizers import mean_over_ranks
 from mcftensor.patches.table import by_name, calls, patch, row
-from mcftensor.tensor.components import format_of, local
+from mcftensor.tensor.components import any_format_of, format_of, is_held, local
 from mcftensor.tensor.dtensor import with_gradient_tensors
 from mcftensor.tensor.implicit_rounding import asking
 from mcftensor.tensor.step_context import Step, closure, current_step, in_step
@@ -65,9 +66,18 @@ def have_states_made_by_plan(cls: type[Optimizer]) -> None:
 # graph of some thousand calls of them takes it minutes. So steps over expansions run as they are.
 
 
+_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
 @torch._disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
+def _away_from_compiler(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
 def untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the result of a function, which compilers do not trace."""
+    if torch.compiler.is_compiling() or _compiler() is not None:
+        return _away_from_compiler(function, *args, **kwargs)
     return function(*args, **kwargs)
 
 
@@ -105,6 +115,39 @@ def named_parameters_of(optimizer: Optimizer) -> Iterator[tuple[str, tuple[int, 
 def has_expansions(optimizer: Optimizer) -> bool:
     """Whether parameters of it are expansions, also sharded ones."""
     return any(format_of(p) is not None for p in parameters_of(optimizer))
+
+
+_WINDOW = 8
+"""Parameters of each group that a step looks at, in turn; the first step looks at all."""
+
+STEPS: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""The steps of optimizers since one that had states to look at. A conversion of a module clears
+it."""
+
+
+def looked_at(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Return the parameters that a step looks at."""
+    number = STEPS.get(optimizer)
+    if number is None:
+        return parameters_of(optimizer)
+    lists = [group["params"] for group in optimizer.param_groups]
+    windows = (
+        params[start : start + _WINDOW]
+        for params in lists
+        if params
+        for start in [number % -(-len(params) // _WINDOW) * _WINDOW]
+    )
+    return itertools.chain.from_iterable(windows)
+
+
+def _is_as_meant(optimizer: Optimizer) -> bool:
+    """Return whether parameters are expansions that their modules hold, with gradients, and the
+    optimizer has been looked at before."""
+    return (
+        optimizer in STEPS
+        and None not in map(any_format_of, parameters_of(optimizer))
+        and all(is_held(p) and p.grad is not None for p in looked_at(optimizer))
+    )
 
 
 def _outside_of_it(x: Any, optimizer: Optimizer) -> Any:
@@ -192,14 +235,24 @@ def _subclasses(cls: type[Optimizer]) -> Iterator[type[Optimizer]]:
 
 
 def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step with its hooks, separate from an assigned step that calls it."""
+    """Return a step with its hooks and warnings, separate from an assigned step that calls it."""
+
+    def watched(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not _is_as_meant(self):
+            calls.before_step(self, args, kwargs)
+        result = hooked(self, *args, **kwargs)
+        if self in STEPS:
+            STEPS[self] += 1
+        else:
+            calls.after_step(self)
+        return result
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            outer = current_step()
-            if outer is not None and outer.is_assigned:
-                return closure(hooked)(self, *args, **kwargs)
-        return hooked(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return hooked(self, *args, **kwargs)
+        outer = current_step()
+        is_apart = outer is not None and outer.is_assigned
+        return (closure(watched) if is_apart else watched)(self, *args, **kwargs)
 
     functools.update_wrapper(step, hooked)
     step.__wrapped__ = hooked.__wrapped__  # type: ignore[attr-defined]  # as deep as torch's
@@ -212,8 +265,8 @@ def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
     "reads as an expansion, and operations are deferred on a tape until the step ends or raises. "
     "PyTorch calls no hook when a step raises.",
     loss="steps use leading terms where parameters meet plain gradients, as forward passes do. "
-    "They take longer, and torch.compile traces them, which may take minutes. fused=True stays "
-    "exact.",
+    "They take longer, warn of nothing, and torch.compile traces them, which may take minutes. "
+    "fused=True stays exact.",
     when="import mcftensor",
     before="Schedulers and Accelerate keep the step that an optimizer has when they are "
     "constructed, and its parameters may become expansions later, for example by `mcf.collage`.",

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.kernels.custom_ops import inline, is_bare, opaque
+from mcftensor.kernels.columns import is_bare
+from mcftensor.kernels.custom_ops import inline, opaque
 from mcftensor.kernels.digit_sums import Finish, sums_of_rows
 from mcftensor.sums.accumulators import accumulate, running
 from mcftensor.sums.correct_rounding import rounded_mean, rounded_norm, rounded_sum

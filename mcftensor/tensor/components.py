@@ -264,6 +264,21 @@ def format_of(x: object) -> Format | None:
     return format if format is None or format.rules is None else None
 
 
+def holder_of(x: Any) -> tuple[weakref.ref[torch.nn.Module], str] | None:
+    """Return the module that owned an expansion at its conversion, by weak reference, and the name
+    there; None for a copy of it, and for other tensors.
+    """
+    held = x._holder if isinstance(x, ComponentTensor) else None
+    return None if held is None or held[2] != id(x) else held[:2]
+
+
+def is_held(x: Tensor) -> bool:
+    """Return whether the module that owned an expansion at its conversion, if any, still does."""
+    held = holder_of(x)
+    owner = None if held is None else held[0]()
+    return held is None or (owner is not None and owner._parameters.get(held[1]) is x)
+
+
 def any_format_of(x: object) -> Format | None:
     """Return the format of an MCFTensor or of a DTensor of one; None for other tensors."""
     if isinstance(x, ComponentTensor):

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from mcftensor.formats import compute_view as COMPUTE_VIEW
-from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.kernels.columns import is_bare
 from mcftensor.passes.format_conversion import recode
 from mcftensor.tensor.components import wrapper
 from mcftensor.tensor.tensor import MCFTensor, each_view

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import math
@@ -226,6 +227,7 @@ class OrderFree(Handle):
             self._undo.enter_context(assigned(module, "_ddp_params_and_buffers_to_ignore", refusal))
         _handles.add(self)
         install_once(NORMS)
+        _look_before_steps()
 
     def _group(self) -> Any:
         return self._ddp.process_group if self._ddp is not None else None
@@ -658,9 +660,13 @@ calls.around_reduction = _arranged
 calls.norm_of_gradients = _norm
 
 
+@functools.cache
+def _look_before_steps() -> None:
+    """Look at the handles before each step, from the first handle on."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not _handles:
-        return
     own = {p for group in optimizer.param_groups for p in group["params"]}
     for handle in list(_handles):
         model = handle._model()
@@ -679,9 +685,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 f"order_free_gradients: the step is not complete: {handle!r}. Let the other "
                 "microbatches run, the last one without no_sync(); or reset() the handle"
             )
-
-
-register_optimizer_step_pre_hook(_before_step)
 
 
 def _like(p: Tensor, own: Tensor) -> Tensor:

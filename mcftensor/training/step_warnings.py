@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import warnings
 import weakref
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.optim import Optimizer
-from torch.optim import optimizer as hooks
 from torch.utils._pytree import tree_leaves
 
 from mcftensor import convert
@@ -25,10 +23,16 @@ from mcftensor.checkpoint.checkpoint_error import some
 from mcftensor.checkpoint.module_hooks import KEPT, rounded
 from mcftensor.formats import Format
 from mcftensor.kernels.block_scales import BLOCK_SIZE, block_max, spread
-from mcftensor.patches.optimizers import has_expansions, named_parameters_of, parameters_of
+from mcftensor.patches.optimizers import (
+    STEPS,
+    has_expansions,
+    looked_at,
+    named_parameters_of,
+    parameters_of,
+)
 from mcftensor.patches.table import calls
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.components import any_format_of, format_of, local
+from mcftensor.tensor.components import any_format_of, format_of, holder_of, is_held, local
 from mcftensor.training.gradient_hooks import Handle
 from mcftensor.training.state_names import SECOND_MOMENTS
 
@@ -100,11 +104,13 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():
-        warn_of_plain_parameters(optimizer)
-        if optimizer not in _detached:
-            _warn_of_detached(optimizer, args, kwargs)
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    warn_of_plain_parameters(optimizer)
+    if optimizer not in _detached:
+        _warn_of_detached(optimizer, args, kwargs)
+
+
+calls.before_step = _before_step
 
 
 # ----------------------------------------------------------------------------- plain parameters
@@ -173,21 +179,15 @@ def _left_plain(optimizer: Optimizer) -> dict[str, Tensor]:
 
 # -------------------------------------------------------------------------- detached parameters
 
-_WINDOW = 8
-"""Parameters of each group that a step looks at, in turn; the first step looks at all."""
-
-_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _detached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that the warning has been raised for."""
 
 
 def _warn_of_detached(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    number = _steps.get(optimizer)
-    _steps[optimizer] = 0 if number is None else number + 1
-    looked_at = list(_looked_at(optimizer, number))
-    gone = [p for p in looked_at if _is_gone(p)]
-    if any(p.grad is not None for p in looked_at):  # others have theirs by now
-        held = ((p, _held(p)) for p in looked_at if p.grad is None)
+    chosen = list(looked_at(optimizer))
+    gone = [p for p in chosen if _is_gone(p)]
+    if any(p.grad is not None for p in chosen):  # others have theirs by now
+        held = ((p, holder_of(p)) for p in chosen if p.grad is None)
         gone += [p for p, own in held if own is not None and own[0]() is None]
     if gone:
         found = f"{_names(gone)} {'is' if len(gone) == 1 else 'are'} no longer in the module"
@@ -206,41 +206,20 @@ def _warn_of_detached(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     )
 
 
-def _looked_at(optimizer: Optimizer, number: int | None) -> Iterator[Tensor]:
-    if number is None:
-        return parameters_of(optimizer)
-    lists = [group["params"] for group in optimizer.param_groups]
-    windows = (
-        params[start : start + _WINDOW]
-        for params in lists
-        if params
-        for start in [number % -(-len(params) // _WINDOW) * _WINDOW]
-    )
-    return itertools.chain.from_iterable(windows)
-
-
-def _held(p: Any) -> Any:
-    """Return the module that owned a parameter at its conversion, by weak reference, and the name
-    there; None for a copy of a converted one.
-    """
-    held = p._holder if isinstance(p, MCFTensor) else None
-    return None if held is None or held[2] != id(p) else held
-
-
 def _holder(p: Any) -> Any:
     """Return the module that owned a parameter at its conversion, if it exists, and the name."""
-    held = _held(p)
+    held = holder_of(p)
     owner = None if held is None else held[0]()
     return None if held is None or owner is None else (owner, held[1])
 
 
 def _is_gone(p: Any) -> bool:
     """Return whether the module that owned p at its conversion exists and no longer owns it."""
-    held = _holder(p)
-    if held is None or held[0]._parameters.get(held[1]) is p:
+    holder = _holder(p)
+    if holder is None or is_held(p):
         return False
     # It may have moved, as parametrizations do it.
-    for module in [held[0], *convert.converted_modules()]:
+    for module in [holder[0], *convert.converted_modules()]:
         for part in module.modules():
             for name, own in part._parameters.items():
                 if own is p:
@@ -254,7 +233,7 @@ def _has_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
     own = optimizer._optimizer_step_pre_hooks.values()
     return (
         any(p.grad is not None for p in parameters_of(optimizer))
-        or any(callable(x) for x in (*args[1:], *kwargs.values()))
+        or any(callable(x) for x in (*args, *kwargs.values()))
         or any(isinstance(getattr(hook, "__self__", None), Handle) for hook in own)
     )
 
@@ -266,14 +245,11 @@ def _names(parameters: Iterable[Tensor]) -> str:
         for module in convert.converted_modules()
         for path, part in module.named_modules()
     }
-    held = [own for own in map(_held, parameters) if own is not None]
-    return some(paths.get(id(reference()), "") + name for reference, name, _ in held)
+    held = [own for own in map(holder_of, parameters) if own is not None]
+    return some(paths.get(id(reference()), "") + name for reference, name in held)
 
 
 # -------------------------------------------------------------------------------- narrow states
-
-_seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-"""Optimizers that have stepped, and the latest conversion of a module by then."""
 
 _REPAIRS = {
     False: "If it has an option for their dtype, give float32",
@@ -283,16 +259,15 @@ _REPAIRS = {
 """By whether a state has the shape of its parameter."""
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Warn of narrow states after a step.
+def _after_step(optimizer: Optimizer) -> None:
+    """Warn of narrow states after a step that has made states, or makes none.
 
     A state in the shape of its parameter is an expansion, or plain because a mode says so, or from
     before the conversion of its parameter.
     """
-    latest = convert.latest_conversion
-    if torch.compiler.is_compiling() or not optimizer.state or _seen.get(optimizer) == latest:
+    if not optimizer.state and all(p.grad is None for p in parameters_of(optimizer)):
         return
-    _seen[optimizer] = latest
+    STEPS[optimizer] = 0
     has_mode = "_collage" in optimizer.__dict__
     found = {
         (name, x.shape == p.shape): x.dtype
@@ -488,8 +463,5 @@ def _check_when_saved(optimizer: Optimizer) -> None:
     warn_of_saturation(optimizer, found)
 
 
+calls.after_step = _after_step
 calls.when_saved = _check_when_saved
-
-
-hooks.register_optimizer_step_pre_hook(_before_step)
-hooks.register_optimizer_step_post_hook(_after_step)
