@@ -1,17 +1,21 @@
-"""Handlers of PyTorch's operators on expansions; README.md lists them in their order."""
+"""PyTorch's functions and operators on expansions; README.md lists their handlers in order."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.compiler import is_compiling
+from torch.utils._pytree import tree_leaves
 
 from mcftensor.dispatch import batch_norm as batch_norm
 from mcftensor.dispatch import collectives as collectives
 from mcftensor.dispatch import comparison as comparison
 from mcftensor.dispatch import defer as defer
-from mcftensor.dispatch import dtype_in_step as dtype_in_step
 from mcftensor.dispatch import elementwise as elementwise
 from mcftensor.dispatch import floor_and_remainder as floor_and_remainder
 from mcftensor.dispatch import format_as_dtype as format_as_dtype
@@ -19,6 +23,7 @@ from mcftensor.dispatch import fused as fused
 from mcftensor.dispatch import powers_of_two as powers_of_two
 from mcftensor.dispatch import structure as structure
 from mcftensor.dispatch.default_handler import compute
+from mcftensor.dispatch.dtype_in_step import narrowly
 from mcftensor.dispatch.foreach import foreach
 from mcftensor.dispatch.inplace_and_out import (
     by_functional_form,
@@ -26,15 +31,78 @@ from mcftensor.dispatch.inplace_and_out import (
     evaluate_into,
     onto_plain,
 )
-from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Handler, handler_of
+from mcftensor.dispatch.registry import DEFERRED, SHORTCUTS, TABLE, Handler, handler_of
 from mcftensor.dispatch.torch_functions import WHOLE, evaluate_whole
 from mcftensor.dispatch.write_results import functional
+from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.step_context import current_step
+from mcftensor.tensor.step_tensors import PendingTensor
+from mcftensor.tensor.tensor import number_in
+
+_without_function: Any = torch._C._disabled_torch_function_impl
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def torch_function(
+    cls: type,
+    func: Any,
+    types: Sequence[type],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Carry out a function of PyTorch on arguments with an expansion among them."""
+    if len(types) > 1 and any(issubclass(kind, (Format, PendingTensor)) for kind in types):
+        return NotImplemented  # the other class handles it
+    if func in _ARE_COMPLEX and not kwargs:  # optimizers ask it of every parameter
+        return False
+    is_eager = not is_compiling()
+    if is_eager:
+        for x in args if not kwargs else (*args, *kwargs.values()):
+            if isinstance(x, MCFTensor) and x._has_rules:
+                return _without_function(func, types, args, kwargs or {})
+        shortcut = None if current_step() is None else DEFERRED.get(func)
+        shortcut = shortcut or SHORTCUTS.get(func)
+        if shortcut is not None:
+            result = shortcut(func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
+    if not kwargs and func not in WHOLE and func not in _WHERE:
+        return _without_function(func, types, args)
+    kwargs = kwargs or {}
+    if "dtype" in kwargs and is_eager:
+        result = narrowly(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    out = kwargs.get("out")
+    if out is not None and not isinstance(func, OpOverload) and _holds_expansion(out):
+        inputs = {name: x for name, x in kwargs.items() if name != "out"}
+        if _holds_expansion((args, inputs)):
+            return evaluate_into(func, args, inputs, out)
+    with torch._C.DisableTorchFunctionSubclass():
+        if func in _WHERE:
+            return _WHERE[func](*args, **kwargs)
+        if func in WHOLE and _has_value((args, kwargs)):
+            return evaluate_whole(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def torch_dispatch(
+    cls: type,
+    func: Any,
+    types: Iterable[type],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
     """Carry out one of PyTorch's operators on arguments with an expansion among them."""
-    return _handler(func)(func, *args, **kwargs)
+    if PendingTensor in types:
+        return NotImplemented
+    for x in args if not kwargs else (*args, *kwargs.values()):
+        if isinstance(x, list):
+            x = next((y for y in x if isinstance(y, MCFTensor) and y._has_rules), None)
+        if isinstance(x, MCFTensor) and x._has_rules:
+            rules: Any = x._format.rules
+            return rules.carry_out(func, args, kwargs or {})
+    return _handler(func)(func, *args, **(kwargs or {}))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -72,8 +140,38 @@ def _of_prims(func: Any) -> Handler | None:
     return None
 
 
-MCFTensor._dispatch = staticmethod(dispatch)
-MCFTensor._whole = WHOLE
-MCFTensor._evaluate_whole = staticmethod(evaluate_whole)
-MCFTensor._shortcuts = SHORTCUTS
-MCFTensor._evaluate_into = staticmethod(evaluate_into)
+def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: Any) -> Any:
+    """Return torch.where. Numbers become expansions, since torch rounds them before dispatch."""
+    expansions = [x for x in (input, other) if isinstance(x, MCFTensor) and not x._has_rules]
+    if not expansions:
+        chosen = () if input is None else (input, other)
+        return torch.where(condition, *chosen, **kwargs)
+    format, role = expansions[0].format, expansions[0].role
+    input, other = (
+        number_in(x, format, role) if isinstance(x, (int, float)) else x for x in (input, other)
+    )
+    return torch.where(condition, input, other, **kwargs)
+
+
+_ARE_COMPLEX = {torch.is_complex, Tensor.is_complex}
+
+# torch rounds a number to the base dtype before dispatch.
+_WHERE: dict[Any, Callable[..., Any]] = {
+    torch.where: _where,
+    torch.Tensor.where: lambda input, condition, other: _where(condition, input, other),
+}
+
+
+def _holds_expansion(tree: Any) -> bool:
+    return any(isinstance(x, MCFTensor) and not x._has_rules for x in tree_leaves(tree))
+
+
+def _has_value(tree: Any) -> bool:
+    return any(
+        isinstance(x, MCFTensor) and not x._has_rules and x.acts_as == "value"
+        for x in tree_leaves(tree)
+    )
+
+
+MCFTensor.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]
+MCFTensor.__torch_dispatch__ = classmethod(torch_dispatch)  # type: ignore[assignment]

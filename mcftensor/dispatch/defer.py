@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.arithmetic.noise import draw_key
-from mcftensor.dispatch.registry import SHORTCUTS
+from mcftensor.dispatch.registry import DEFERRED
 from mcftensor.dispatch.resolve import Kind, kind, plan
 from mcftensor.dispatch.storage_formats import are_apart
 from mcftensor.formats import PLAIN, Format
@@ -27,11 +27,10 @@ from mcftensor.passes.decoded_traces import NO_STATE, State
 from mcftensor.passes.expressions import NUMBER
 from mcftensor.passes.operators import OPERATORS
 from mcftensor.passes.traces import EMPTY, KEYS, NUMBERS, Operation, Trace, Variable
-from mcftensor.tensor.pending_tensor import PendingTensor
 from mcftensor.tensor.step_context import open_tape
+from mcftensor.tensor.step_tensors import GradientTensor, PendingTensor, TapedGradient, TapedTensor
 from mcftensor.tensor.tape import LOCK, Layout, Strand, Tape
-from mcftensor.tensor.taped_tensor import TapedGradient, TapedTensor
-from mcftensor.tensor.tensor import GradientTensor, MCFTensor
+from mcftensor.tensor.tensor import MCFTensor
 
 Lists = Sequence[Sequence[Any]]
 
@@ -621,7 +620,7 @@ def _method(name: str, func: Any) -> None:
 
     It avoids `__torch_function__`, whose call by PyTorch takes longer than the rest.
     """
-    original, put_down = getattr(Tensor, name), SHORTCUTS[func]
+    original, put_down = getattr(Tensor, name), DEFERRED[func]
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -640,11 +639,12 @@ for _name, *_, _symbol in OPERATORS.values():
         _func = getattr(Tensor, _name + _suffix, None)
         if _func is None:  # rsub
             continue
-        SHORTCUTS[_func] = PendingTensor._shortcuts[_func] = _at_once(_name, in_place=_in_place)
+        DEFERRED[_func] = _at_once(_name, in_place=_in_place)
         _method(_name + _suffix, _func)
         if _symbol is not None:
             _method(f"__{'i' * _in_place}{_symbol}__", _func)
         _foreach = getattr(torch, f"_foreach_{_name}{_suffix}", None)
         if _foreach is not None:
-            SHORTCUTS[_foreach] = _lists_at_once(_name, in_place=_in_place)
-            PendingTensor._shortcuts[_foreach] = SHORTCUTS[_foreach]
+            DEFERRED[_foreach] = _lists_at_once(_name, in_place=_in_place)
+
+PendingTensor._shortcuts = DEFERRED

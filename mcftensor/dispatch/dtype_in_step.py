@@ -110,5 +110,3 @@ for _func in (F.softmax, F.log_softmax, F.softmin, torch.norm):
     SHORTCUTS[_func] = narrowly
 for _name in ("softmax", "log_softmax"):
     SHORTCUTS[getattr(torch, _name)] = SHORTCUTS[getattr(Tensor, _name)] = narrowly
-
-MCFTensor._narrowly = staticmethod(narrowly)

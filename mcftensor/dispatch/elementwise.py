@@ -93,17 +93,13 @@ def _evaluated_in_place(
 # -------------------------------------------------------------- without PyTorch's dispatcher
 
 
-def _at_once(name: str, later: Shortcut, *, in_place: bool) -> Shortcut:
-    """Return a method of tensors that bypasses PyTorch's dispatcher, to save time.
-
-    Within a step the method defers the operation with `later`.
-    """
+def _at_once(name: str, *, in_place: bool) -> Shortcut:
+    """Return a method of tensors that bypasses PyTorch's dispatcher, to save time."""
     _, count, _, keyword, _ = OPERATORS[name]
 
     def carry_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if current_step() is not None:
-            return later(func, args, kwargs)
-        if not is_unwatched() or len(args) != count or _is_autocast():
+        is_outside = current_step() is None and is_unwatched()
+        if not is_outside or len(args) != count or _is_autocast():
             return NotImplemented
         keywords = tuple(kwargs)
         if keywords and keywords != (keyword,):
@@ -142,7 +138,7 @@ for _name in OPERATORS:
     for _suffix in ("", "_"):
         _func = getattr(Tensor, _name + _suffix, None)
         if _func is not None:
-            SHORTCUTS[_func] = _at_once(_name, SHORTCUTS[_func], in_place=_suffix == "_")
+            SHORTCUTS[_func] = _at_once(_name, in_place=_suffix == "_")
 
 
 def register_in_place(operator: str, name: str) -> None:

@@ -32,7 +32,8 @@ from mcftensor.kernels.without_float64 import PIECES, has_float64, pieces
 from mcftensor.passes import expressions
 from mcftensor.passes.expressions import NUMBER, Operand, carry_out, empty
 from mcftensor.tensor.step_context import current_step
-from mcftensor.tensor.tensor import GradientTensor, MCFTensor
+from mcftensor.tensor.step_tensors import GradientTensor
+from mcftensor.tensor.tensor import MCFTensor
 
 Lists = Sequence[Sequence[Any]]
 Rows = Sequence[int]

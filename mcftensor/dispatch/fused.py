@@ -24,8 +24,8 @@ from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import require_one_base
 from mcftensor.kernels.columns import is_bare, places_of
 from mcftensor.passes.optimizer_steps import RULES, setting, step_, take, unscale_
-from mcftensor.tensor.taped_tensor import TapedGradient
-from mcftensor.tensor.tensor import GradientTensor, MCFTensor
+from mcftensor.tensor.step_tensors import GradientTensor, TapedGradient
+from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten
 

@@ -22,7 +22,8 @@ from mcftensor.passes.operators import Number
 from mcftensor.tensor.components import COMPONENTS, Role, local
 from mcftensor.tensor.dtensor import place_of, placed_like
 from mcftensor.tensor.implicit_rounding import note_of_leading, updating
-from mcftensor.tensor.tensor import GradientTensor, MCFTensor
+from mcftensor.tensor.step_tensors import GradientTensor
+from mcftensor.tensor.tensor import MCFTensor
 
 
 def leaves(tree: Any) -> list[Any]:

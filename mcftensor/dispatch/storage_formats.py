@@ -42,7 +42,8 @@ from mcftensor.passes.format_conversion import (
     recode,
 )
 from mcftensor.tensor.implicit_rounding import asking, rounding
-from mcftensor.tensor.tensor import GradientTensor, MCFTensor
+from mcftensor.tensor.step_tensors import GradientTensor
+from mcftensor.tensor.tensor import MCFTensor
 
 # The elements of a chunk, which fits the caches of a CPU and occupies its threads.
 PART = 1 << 19

@@ -19,8 +19,8 @@ from mcftensor.dispatch.elementwise import register_in_place
 from mcftensor.passes.operators import OPERATORS
 from mcftensor.patches.table import by_name, patch
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.pending_tensor import resolved
 from mcftensor.tensor.step_context import current_step
+from mcftensor.tensor.step_tensors import resolved
 
 COMPILER = "import torch._dynamo"
 

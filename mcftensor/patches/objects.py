@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from mcftensor.patches.table import by_name, calls, patch, row
 from mcftensor.tensor.components import Role, any_format_of, format_of, local
 from mcftensor.tensor.implicit_rounding import saying_itself
-from mcftensor.tensor.pending_tensor import resolved
-from mcftensor.tensor.taped_tensor import TapedTensor
+from mcftensor.tensor.step_tensors import TapedTensor, resolved
 from mcftensor.tensor.tensor import MCFTensor
 
 _TENSOR_HOOKS = [

@@ -17,7 +17,7 @@ from mcftensor.tensor.components import format_of, local
 from mcftensor.tensor.dtensor import placed_like
 from mcftensor.tensor.shard_exchange import Division
 from mcftensor.tensor.step_context import outside
-from mcftensor.tensor.tensor import gradient_tensor
+from mcftensor.tensor.step_tensors import gradient_tensor
 
 Lists = Sequence[list[Any]]
 

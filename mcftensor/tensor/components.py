@@ -1,4 +1,4 @@
-"""`ComponentTensor`: a tensor stored as components, and the ownership of their memory."""
+"""`ComponentTensor`: a tensor stored as components, its role, memory and gradient."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from mcftensor.arithmetic.rounding import collapse_terms
-from mcftensor.arithmetic.write_counts import moved, writes_of
+from mcftensor.arithmetic.write_counts import moved, start, writes_of
 from mcftensor.formats import MAX_TERMS, Format, bytes_of
 from mcftensor.passes.format_conversion import collapse, compute_tensor
 from mcftensor.tensor.first_expansion import WAITING, prepare
 from mcftensor.tensor.pending_scale import PendingScale
 from mcftensor.tensor.step_context import current_step
 from mcftensor.tensor.tape import Strand
+
+T = TypeVar("T", bound="ComponentTensor")
 
 Role = Literal["value", "parameter"]
 
@@ -35,6 +38,23 @@ def require_computing(format: Format) -> None:
             "with the leading component of its parameters, and here that is codes. Take "
             "mcf.bf16i8, mcf.bf16i16 or mcf.e4m3i8"
         )
+
+
+_without_function: Any = torch._C._disabled_torch_function_impl
+_GRAD: Any = torch.Tensor.grad
+_get_grad = _GRAD.__get__
+_SETS_UNTRACED = torch.__version__ >= "2.14"  # its compiler fails to set a descriptor written in C
+
+
+@torch._disable_dynamo
+def _untraced_grad(x: Tensor) -> Tensor | None:
+    found: Tensor | None = _get_grad(x)
+    return found
+
+
+@torch._disable_dynamo
+def _set_grad(x: Tensor, value: Tensor | None) -> None:
+    _GRAD.__set__(x, value)
 
 
 class ComponentTensor(torch.Tensor):
@@ -61,8 +81,54 @@ class ComponentTensor(torch.Tensor):
     _holder: tuple[weakref.ref[torch.nn.Module], str, int] | None = None
     _hooks: tuple[Callable[[Tensor], None], ...] = ()  # hooks of gradients, kept by `.to(device)`
 
-    # Makes a tensor from components; `MCFTensor` defines it.
-    of: ClassVar[Callable[..., Any]]
+    # Returns a gradient as it reads within a step; `step_tensors.py` defines it.
+    _read_gradient: ClassVar[Callable[[Tensor, Format], Tensor]]
+
+    @classmethod
+    def of(
+        cls: type[T],
+        components: Sequence[Tensor],
+        format: Format,
+        role: Role = "value",
+        *,
+        own: bool = False,
+        writes: Tensor | None = None,
+        first: int = 0,
+    ) -> T:
+        """Create a tensor from components of a format, without checks. All tensors are created
+        here.
+
+        `own` says that the memory of the components has no other owner, now and later. `writes` is
+        the write count, by default none, and `first` the offset of this tensor in the tensor whose
+        writes are counted.
+        """
+        if is_compiling():  # a graph records a call of the class with tensors and strings
+            made: T = cls(  # type: ignore[call-overload]
+                list(components), role=role, _name=format.name, _writes=writes, _first=first
+            )
+            return made
+        return cls._made(components, format, role, writes, first, own)
+
+    @classmethod
+    def _made(
+        cls: type[T],
+        components: Sequence[Tensor],
+        format: Format,
+        role: Role,
+        writes: Tensor | None,
+        first: int,
+        own: bool,
+    ) -> T:
+        made = wrapper(cls, components[0], format)
+        made._hold(components, format, role, own)
+        if format.rounding == "balanced":
+            device = components[0].device
+            made._writes = start(device) if writes is None else writes
+            if first:
+                made._first = first
+        if format.shared:
+            made._factor = PendingScale(components, format, made._writes, first)
+        return made
 
     def _hold(self, components: Sequence[Tensor], format: Format, role: Role, own: bool) -> None:
         held = self.__dict__
@@ -226,14 +292,73 @@ class ComponentTensor(torch.Tensor):
         """Return the leading component without a copy."""
         return self._component0
 
+    # ------------------------------------------------------------------------------ gradients
+
+    def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients, as `torch.Tensor.backward`. Parameters start from a plain gradient."""
+        if self._role == "parameter" and gradient is None and self.numel() == 1:
+            gradient = torch.ones_like(self.compute_tensor)
+        elif self._role == "parameter" and isinstance(gradient, ComponentTensor):
+            gradient = gradient.compute_tensor
+        elif self._has_rules and not isinstance(gradient, ComponentTensor | None):
+            # Autograd would round a plain gradient to the dtype of the data.
+            gradient = torch.empty_like(self.detach()).copy_(gradient)
+        super().backward(gradient, *args, **kwargs)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, as `torch.Tensor.grad`; within a step a plain gradient reads as an
+        expansion.
+
+        In-place changes of that expansion reach the plain gradient, rounded.
+        """
+        if is_compiling():  # reading it in a graph would call this property again
+            return _untraced_grad(self)
+        # Optimizers read it often, and torch's own getter would go through __torch_function__.
+        found: Tensor | None = _without_function(_get_grad, (), (self,))
+        step = current_step()
+        if step is None or found is None:
+            return found
+        if found.requires_grad and torch.is_grad_enabled():
+            return found  # part of an autograd graph
+        held, read = step.gradients.get(id(self), (None, None))
+        if held is not found:
+            read = type(self)._read_gradient(found, self._format)
+            step.gradients[id(self)] = found, read
+        return read
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        step = current_step()
+        held = None if step is None else _without_function(_get_grad, (), (self,))
+        if step is not None and value is not None and not isinstance(held, ComponentTensor):
+            plain = _rounded_gradient(value, self._format)  # the gradient after the step
+            if plain is not value:
+                step.gradients[id(self)] = plain, value
+                value = plain
+        with torch._C.DisableTorchFunctionSubclass():
+            if _SETS_UNTRACED and is_compiling():
+                _set_grad(self, value)
+            else:
+                _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+def _rounded_gradient(read: Tensor, format: Format) -> Tensor:
+    """Return the plain gradient that a gradient tensor wraps."""
+    if isinstance(read, ComponentTensor):
+        return read._component0
+    is_wide = read.dtype == format.dtype_of_numbers(read.device)
+    return read.to(format.dtype) if is_wide else read
+
 
 def _is_sole_holder(x: Tensor) -> bool:
     """Return whether no other tensor aliases the memory of x."""
     storage = x.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) == 2  # x and the storage object
-
-
-T = TypeVar("T", bound=ComponentTensor)
 
 
 def wrapper(cls: type[T], like: Tensor, format: Format) -> T:

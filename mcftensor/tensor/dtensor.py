@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mcftensor.tensor.components import format_of, local
 from mcftensor.tensor.step_context import Step, outside
-from mcftensor.tensor.tensor import gradient_tensor
+from mcftensor.tensor.step_tensors import gradient_tensor
 
 
 def on_local(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:

@@ -16,7 +16,8 @@ from mcftensor.formats import compute_view as COMPUTE_VIEW
 from mcftensor.kernels.columns import is_bare
 from mcftensor.passes.format_conversion import recode
 from mcftensor.tensor.components import wrapper
-from mcftensor.tensor.tensor import MCFTensor, each_view
+from mcftensor.tensor.step_tensors import each_view
+from mcftensor.tensor.tensor import MCFTensor
 
 
 class ComputeView(MCFTensor):

@@ -17,7 +17,8 @@ from mcftensor.arithmetic.write_counts import moved
 from mcftensor.tensor.components import local
 from mcftensor.tensor.dtensor import place_of
 from mcftensor.tensor.step_context import outside
-from mcftensor.tensor.tensor import GradientTensor, MCFTensor
+from mcftensor.tensor.step_tensors import GradientTensor
+from mcftensor.tensor.tensor import MCFTensor
 
 
 class Division(NamedTuple):

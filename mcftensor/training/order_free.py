@@ -227,7 +227,8 @@ class OrderFree(Handle):
             self._undo.enter_context(assigned(module, "_ddp_params_and_buffers_to_ignore", refusal))
         _handles.add(self)
         install_once(NORMS)
-        _look_before_steps()
+        looks = register_optimizer_step_pre_hook(functools.partial(_before_step, weakref.ref(self)))
+        self._undo.callback(weakref.finalize(self, looks.remove))
 
     def _group(self) -> Any:
         return self._ddp.process_group if self._ddp is not None else None
@@ -660,31 +661,27 @@ calls.around_reduction = _arranged
 calls.norm_of_gradients = _norm
 
 
-@functools.cache
-def _look_before_steps() -> None:
-    """Look at the handles before each step, from the first handle on."""
-    register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(
+    reference: weakref.ref[OrderFree], optimizer: Optimizer, args: Any, kwargs: Any
+) -> None:
+    handle = reference()
+    model = None if handle is None else handle._model()
+    if handle is None or model is None:
+        return
     own = {p for group in optimizer.param_groups for p in group["params"]}
-    for handle in list(_handles):
-        model = handle._model()
-        if model is None:
-            continue
-        current = trained(model)
-        if own.isdisjoint(current) and own.isdisjoint(handle._names):
-            continue
-        if current.keys() != handle._names.keys():
-            raise RuntimeError(
-                "order_free_gradients: the model has other trained parameters than when the handle "
-                "was made; call it after fully_shard, and again after freezing"
-            )
-        if handle._passes and not handle._complete:
-            raise RuntimeError(
-                f"order_free_gradients: the step is not complete: {handle!r}. Let the other "
-                "microbatches run, the last one without no_sync(); or reset() the handle"
-            )
+    current = trained(model)
+    if own.isdisjoint(current) and own.isdisjoint(handle._names):
+        return
+    if current.keys() != handle._names.keys():
+        raise RuntimeError(
+            "order_free_gradients: the model has other trained parameters than when the handle "
+            "was made; call it after fully_shard, and again after freezing"
+        )
+    if handle._passes and not handle._complete:
+        raise RuntimeError(
+            f"order_free_gradients: the step is not complete: {handle!r}. Let the other "
+            "microbatches run, the last one without no_sync(); or reset() the handle"
+        )
 
 
 def _like(p: Tensor, own: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.digit_body import KINDS
 from mcftensor.kernels.program import Body, Program
 from mcftensor.kernels.triton import THREAD_BLOCK
-from mcftensor.tensor.pending_tensor import PendingTensor
+from mcftensor.tensor.step_tensors import PendingTensor
 
 aten = torch.ops.aten
 _LIBRARY = Path(mcf.__file__).parent
@@ -368,9 +368,8 @@ def _show_tensors(mode: Pretence, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tensor, "data_ptr", lambda x: data_ptr(getattr(x, "_cpu", x)))
     patch.setattr(Tensor, "get_device", lambda x: 0 if is_there(x) else get_device(x))
     patch.setattr(Tensor, "device", property(device_of))
-    patch.setattr("mcftensor.tensor.pending_tensor._get_device", device_of)
-    for module in ("pending_tensor", "taped_tensor"):
-        patch.setattr(f"mcftensor.tensor.{module}._wrapper", make_wrapper_subclass)
+    patch.setattr("mcftensor.tensor.step_tensors._get_device", device_of)
+    patch.setattr("mcftensor.tensor.step_tensors._wrapper", make_wrapper_subclass)
     patch.setattr(Tensor, "is_cuda", property(lambda x: device_of(x).type == "cuda"))
     patch.setattr(Tensor, "is_meta", property(lambda x: device_of(x).type == "meta"))
     patch.setattr(Tensor, "to", to_there)

@@ -15,8 +15,7 @@ from mcftensor.passes.decoded_kernels import Stage
 from mcftensor.passes.decoded_traces import Decoded
 from mcftensor.passes.operators import OPERATORS
 from mcftensor.tensor import GradientTensor, TapedTensor, tape
-from mcftensor.tensor.pending_tensor import PendingTensor
-from mcftensor.tensor.taped_tensor import TapedGradient
+from mcftensor.tensor.step_tensors import PendingTensor, TapedGradient
 from support.eager_kernels import eager_kernels
 from support.helpers import bits
 from support.kernel_cases import way
