@@ -96,6 +96,30 @@ class Columns:
         return [*self.scalars, self.keys] if self.keys else [*self.scalars]
 
 
+class Flat(Sequence[Tensor]):
+    """Rows of scratch memory as a column, created on demand.
+
+    The tensors in the other columns have the same lengths, and are contiguous.
+    """
+
+    def __init__(self, scratch: Tensor, lengths: Sequence[int], shapes: Sequence[Sequence[int]]):
+        self._scratch, self.lengths, self._shapes = scratch, lengths, shapes
+        self._starts = [0, *itertools.accumulate(lengths)]
+        self.dtype = scratch.dtype
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: Any) -> Any:
+        start = self._starts[i]
+        return self._scratch[start : start + self.lengths[i]].view(self._shapes[i])
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of the rows."""
+        first, width = self._scratch.data_ptr(), self._scratch.element_size()
+        return [first + width * x for x in self._starts[:-1]]
+
+
 Facts = tuple[torch.dtype | None, int | None, list[int], list[int], bool]
 """Facts about a column for kernels: the dtype and the device index (-1 for the CPU), or None if
 they differ within it; numbers of elements, addresses, and whether all tensors are contiguous."""

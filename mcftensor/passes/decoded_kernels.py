@@ -190,7 +190,7 @@ class Stage:
         if self._entered is not None:
             write(self._entered, components(None)[0])
         for operation in self._operations:
-            name, _, operands, target, keywords, _ = operation
+            _, _, operands, target, keywords, _ = operation
             if self._trace.is_note(operation):
                 if target in made:
                     store(target)
@@ -206,7 +206,7 @@ class Stage:
             ]
             count = len(given) - len(keywords)
             named = dict(zip(keywords, given[count:], strict=True))
-            write(operation, _rounded(single_name(name), *given[:count], **named))
+            write(operation, _rounded(operation.single_name, *given[:count], **named))
         taken = [] if self.then is None else [read(self.then.operands[0])]
         for i in self.stored:
             if i in made:
@@ -241,17 +241,12 @@ def stages(trace: Trace, results: tuple[int, ...], steps: tuple[Operation, ...])
 
 def _has_formula(trace: Trace, operation: Operation) -> bool:
     are_numbers = [trace.variables[i].begins_as == "number" for i in operation.operands]
-    return _is_known(single_name(operation.name), tuple(are_numbers), operation.keywords)
+    return _is_known(operation.single_name, tuple(are_numbers), operation.keywords)
 
 
 def _depends(x: Operation, earlier: Operation) -> bool:
     """Whether an operation must follow an earlier one."""
     return earlier.target in (*x.operands, x.target) or x.target in earlier.operands
-
-
-def single_name(name: str) -> str:
-    """Return the name of the tensor operation for a list operation."""
-    return name.removeprefix("_foreach_")
 
 
 def _dtype(asked: Asked) -> torch.dtype:

@@ -21,10 +21,10 @@ from mcftensor.arithmetic.write_counts import moved
 from mcftensor.formats import Format
 from mcftensor.kernels import cpu, execute, marks
 from mcftensor.kernels.block_scales import BLOCK_SIZE
-from mcftensor.kernels.columns import Column
+from mcftensor.kernels.columns import Column, Flat
 from mcftensor.kernels.marks import Mark
-from mcftensor.passes.decoded_kernels import Asked, Factor, Stage, single_name, stages
-from mcftensor.passes.format_conversion import Flat, decode_columns, encode_columns
+from mcftensor.passes.decoded_kernels import Asked, Factor, Stage, stages
+from mcftensor.passes.format_conversion import decode_columns, encode_columns
 from mcftensor.passes.traces import NUMBERS, Operation, Trace
 
 # Elements of rows computed together: on a CPU, its caches hold this many of several variables.
@@ -196,7 +196,7 @@ class Decoded:
 
     def states(self, i: int) -> Sequence[State]:
         """Return the states of a variable, apart from its components."""
-        return self.columns[i][-1] if self.trace.variables[i].width > 1 else ()
+        return self.columns[i][-1] if self.trace.widths[i] > 1 else ()
 
     def factors(self, i: int, rows: Rows) -> list[float]:
         """Return the deferred factors of a variable's rows."""
@@ -285,7 +285,7 @@ class _Launched:
             self._left.append(cpu.prepared(launch, rows.lengths, addresses, scalars, dtypes))
             if stage.then is not None:
                 flat = self._scratch[None]
-                function = getattr(torch, single_name(stage.then.name))
+                function = getattr(torch, stage.then.single_name)
                 self._left.append(functools.partial(function, flat, out=flat))
 
     def commit(self) -> None:
@@ -407,7 +407,7 @@ class _Computed:
             self._run.give_back(self._numbers.popitem()[1])
 
     def _carry_out(self, operation: Operation) -> None:
-        name, _, operands, target, keywords, _ = operation
+        _, _, operands, target, keywords, _ = operation
         if self._trace.is_note(operation):
             self._defer(target, self._numbers_of_rows(operands[1]))
             return
@@ -422,7 +422,7 @@ class _Computed:
             for place, i in enumerate(operands)
             if place not in tensors
         }
-        function = _function(name, is_in_place)
+        function = _function(operation, is_in_place)
         if not is_in_place:
             out = self._numbers[target] = self._new()
         count = len(operands) - len(keywords)
@@ -510,9 +510,9 @@ class _Computed:
         ]
 
 
-def _function(name: str, is_in_place: bool) -> Callable[..., Any]:
-    """Return PyTorch's function of a name; on GPUs, list functions have special kernels."""
-    single = single_name(name)
+def _function(operation: Operation, is_in_place: bool) -> Callable[..., Any]:
+    """Return PyTorch's function of an operation; on GPUs, list functions have special kernels."""
+    name, single = operation.name, operation.single_name
     if single == name or not torch.cuda.is_available():
         return getattr(Tensor, f"{single}_") if is_in_place else getattr(torch, single)
     function = getattr(torch, f"{name}_" if is_in_place else name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.formats import Format, named
 from mcftensor.kernels import Body, Column, Columns, Signature, run, run_alike
 from mcftensor.kernels.block_scales import BLOCK_SIZE
+from mcftensor.kernels.columns import Flat
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.eager import CHUNK, indices
 from mcftensor.kernels.program import COMPUTED, PATTERNS
@@ -74,30 +74,6 @@ def encode_columns(
     """Encode plain numbers into a format; `start` is the index of the first element."""
     first = torch.tensor(start, device="cpu") if start and keys else _START
     _run(*_encoded(format, numbers, components, keys, first))
-
-
-class Flat(Sequence[Tensor]):
-    """Rows of scratch memory as a column, created on demand.
-
-    The tensors in the other columns have the same lengths, and are contiguous.
-    """
-
-    def __init__(self, scratch: Tensor, lengths: Sequence[int], shapes: Sequence[Sequence[int]]):
-        self._scratch, self.lengths, self._shapes = scratch, lengths, shapes
-        self._starts = [0, *itertools.accumulate(lengths)]
-        self.dtype = scratch.dtype
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, i: Any) -> Any:
-        start = self._starts[i]
-        return self._scratch[start : start + self.lengths[i]].view(self._shapes[i])
-
-    def addresses(self) -> list[int]:
-        """Return the addresses of the rows."""
-        first, width = self._scratch.data_ptr(), self._scratch.element_size()
-        return [first + width * x for x in self._starts[:-1]]
 
 
 def _run(body: Body, columns: Columns) -> None:

@@ -79,6 +79,11 @@ class Operation(NamedTuple):
     key: int | None = None
     """The variable of the key or count with which the target is rounded, if any."""
 
+    @property
+    def single_name(self) -> str:
+        """The name of the operation on single tensors, also for an operation on lists."""
+        return self.name.removeprefix("_foreach_")
+
 
 class Trace:
     """Operations in order. Use `EMPTY` and the methods that extend it.
