@@ -48,8 +48,7 @@ from mcftensor.patches.optimizers import STEPS
 from mcftensor.scaling.rule_table import rule
 from mcftensor.scaling.scaled_models import unscaled
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.components import Role, format_of, local
-from mcftensor.tensor.dtensor import on_local, require_unsharded
+from mcftensor.tensor.components import Role, format_of, local, on_local
 from mcftensor.training.gradient_hooks import GradientHook
 
 M = TypeVar("M", bound=nn.Module)
@@ -273,7 +272,7 @@ class Held:
 
 def _held_by(where: str, module: nn.Module) -> list[Held]:
     """Return every parameter and buffer of a module that can be converted, with all its names."""
-    require_unsharded(where, module)
+    _require_unsharded(where, module)
     loaded = kept_in(module) if KEPT else {}
     found: dict[int, Held] = {}
     for name, x in itertools.chain(
@@ -287,6 +286,20 @@ def _held_by(where: str, module: nn.Module) -> list[Held]:
             found[id(x)] = Held(x, [], format_of(x if whole is None else whole), whole)
         found[id(x)].names.append(name)
     return list(found.values())
+
+
+def _require_unsharded(where: str, module: nn.Module) -> None:
+    """Raise RuntimeError if `fully_shard` has been applied to a module or a part of it.
+
+    `fully_shard` keeps views of the parameters, which a conversion would leave outdated.
+    """
+    for name, part in module.named_modules():
+        if any(base.__name__ == "FSDPModule" for base in type(part).__mro__):
+            raise RuntimeError(
+                f"{where}: {name or 'the module'} ({type(part).__name__}) is sharded by "
+                "fully_shard, which has views of its parameters. Convert the module before it is "
+                "sharded; x.full_tensor() returns a sharded expansion as a whole"
+            )
 
 
 @dataclass

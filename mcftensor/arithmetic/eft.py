@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mcftensor.arithmetic.base_types import BASES, NARROW, wider_than
 from mcftensor.arithmetic.rounding import add_odd
-from mcftensor.kernels.custom_ops import inline, opaque
-from mcftensor.kernels.result_layout import empty_terms
+from mcftensor.kernels.custom_ops import empty_terms, inline, opaque
 from mcftensor.kernels.without_float64 import has_float64
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from mcftensor.arithmetic import networks
 from mcftensor.arithmetic.number_protocol import Sum
-from mcftensor.kernels.custom_ops import opaque
-from mcftensor.kernels.result_layout import empty_terms
+from mcftensor.kernels.custom_ops import empty_terms, opaque
 from mcftensor.kernels.without_float64 import widest
 
 Terms = Sequence[Tensor]

@@ -19,11 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading
-from mcftensor.checkpoint.safetensors_files import DTYPES, KEY, RESERVED, digest, unsealed, write
+from mcftensor.checkpoint.safetensors_files import (
+    DELTA_KEY,
+    DTYPES,
+    KEY,
+    RESERVED,
+    digest,
+    unsealed,
+    write,
+)
 from mcftensor.kernels.changes import digest_of, digest_of_change, indices_of
-
-DELTA_KEY = "mcftensor.delta"
-"""Under what name a file's metadata hold what is said here."""
 
 # --------------------------------------------------------------------------------------- files
 

@@ -17,8 +17,16 @@ import torch
 from torch import Tensor
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
-from mcftensor.checkpoint.delta_files import DELTA_KEY, DeltaEntry
-from mcftensor.checkpoint.safetensors_files import DTYPES, Lazy, Stored, index_of, opened_files
+from mcftensor.checkpoint.delta_files import DeltaEntry
+from mcftensor.checkpoint.safetensors_files import (
+    DELTA_KEY,
+    DTYPES,
+    Lazy,
+    Stored,
+    index_of,
+    opened_files,
+    with_ties,
+)
 from mcftensor.kernels.changes import (
     coded_changes,
     digest_of,
@@ -116,14 +124,7 @@ def opened(path: Path, verify: bool, above: tuple[Path, ...] = ()) -> Stored:
     `above` are the files that name it as their base.
     """
     above = (*above, path.resolve())
-    stored = _put_together(path, opened_files(path, verify), verify, above)
-    for alias, name in stored.tied.items():
-        if alias in stored.terms or name not in stored.terms:
-            raise CheckpointError(f"{path} says that {alias} is tied to {name}, which cannot be")
-    return stored
-
-
-def _put_together(path: Path, stored: Stored, verify: bool, above: tuple[Path, ...]) -> Stored:
+    stored = opened_files(path, verify)
     said = _said_in(stored)
     if said is None:
         return stored
@@ -173,7 +174,8 @@ def _put_together(path: Path, stored: Stored, verify: bool, above: tuple[Path, .
         entry = entries[name]
         return torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device="meta")
 
-    return Stored(Lazy(entries, read, like), said["tied"], stored.metadata, stored.seal)
+    whole = Stored(Lazy(entries, read, like), said["tied"], stored.metadata, stored.seal)
+    return with_ties(whole, path)
 
 
 def _said_in(stored: Stored) -> dict[str, Any] | None:

@@ -11,10 +11,15 @@ from typing import Any
 from torch import Tensor
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
-from mcftensor.checkpoint.delta_files import DELTA_KEY
 from mcftensor.checkpoint.increments import opened
 from mcftensor.checkpoint.pickle_checks import unpickled
-from mcftensor.checkpoint.safetensors_files import Lazy, files_in, is_safetensors, open_safetensors
+from mcftensor.checkpoint.safetensors_files import (
+    DELTA_KEY,
+    Lazy,
+    files_in,
+    is_safetensors,
+    open_safetensors,
+)
 from mcftensor.checkpoint.state_dicts import from_terms, names_of_terms
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]

@@ -25,6 +25,9 @@ from mcftensor.checkpoint.checkpoint_error import CheckpointError, extra, readin
 KEY = "mcftensor"
 """Under what name a file's metadata hold what is said here."""
 
+DELTA_KEY = "mcftensor.delta"
+"""Under what name the metadata of a file of changes describe them."""
+
 _VERSION = 1
 
 
@@ -247,7 +250,16 @@ class Stored:
 
 def opened_files(path: Path, verify: bool) -> Stored:
     """Open a file, or the files of an index."""
-    return (_opened_shards if path.suffix == ".json" else _opened_file)(path, verify)
+    stored = (_opened_shards if path.suffix == ".json" else _opened_file)(path, verify)
+    return stored if DELTA_KEY in stored.metadata else with_ties(stored, path)
+
+
+def with_ties(stored: Stored, path: Path) -> Stored:
+    """Return what a file stores; CheckpointError if a tied name stands for no tensor of it."""
+    for alias, name in stored.tied.items():
+        if alias in stored.terms or name not in stored.terms:
+            raise CheckpointError(f"{path} says that {alias} is tied to {name}, which cannot be")
+    return stored
 
 
 def _opened_file(path: Path, verify: bool) -> Stored:

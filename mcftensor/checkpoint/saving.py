@@ -17,9 +17,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mcftensor.checkpoint.atomic_files import beside, remove_abandoned, synchronize
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
-from mcftensor.checkpoint.delta_files import DELTA_KEY
 from mcftensor.checkpoint.increments import changes_since
-from mcftensor.checkpoint.safetensors_files import DTYPES, KEY, RESERVED, index_of, sealed, write
+from mcftensor.checkpoint.safetensors_files import (
+    DELTA_KEY,
+    DTYPES,
+    KEY,
+    RESERVED,
+    index_of,
+    sealed,
+    write,
+)
 from mcftensor.checkpoint.state_dicts import as_terms, from_terms, is_sharded, names_of_terms, ties
 from mcftensor.tensor import MCFTensor
 

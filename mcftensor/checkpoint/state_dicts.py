@@ -21,8 +21,8 @@ from mcftensor.formats import Format
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.patches.table import calls
 from mcftensor.tensor.checks import check_components, check_writes, normalized
-from mcftensor.tensor.components import any_format_of, format_of, local
-from mcftensor.tensor.dtensor import on_local, place_of, placed_like
+from mcftensor.tensor.components import any_format_of, format_of, local, on_local, placed_like
+from mcftensor.tensor.dtensor import place_of
 from mcftensor.tensor.tensor import MCFTensor
 
 
@@ -150,10 +150,13 @@ def as_terms(state_dict: Mapping[Any, Any], *, sums: bool = False) -> dict[Any, 
         if format is None:
             terms[name] = x
             continue
-        terms[name], *tails = (
-            on_local(lambda part, i: stored_components(part)[i].detach(), x.detach(), i)
-            for i in range(len(format.components))
-        )
+        if is_sharded(x):
+            terms[name], *tails = (
+                on_local(lambda part, i: stored_components(part)[i].detach(), x.detach(), i)
+                for i in range(len(format.components))
+            )
+        else:
+            terms[name], *tails = (y.detach() for y in stored_components(x.detach()))
         beside_it = dict(zip(tail_names(name, format), tails, strict=True))
         if sums and tails and not is_sharded(x) and not x.is_meta:
             beside_it[f"{name}.{format.name}.{_SUM}"] = _sum_of(terms[name], format)

@@ -31,7 +31,7 @@ from mcftensor.dispatch.inplace_and_out import (
     evaluate_into,
     onto_plain,
 )
-from mcftensor.dispatch.registry import DEFERRED, SHORTCUTS, TABLE, Handler, handler_of
+from mcftensor.dispatch.registry import IN_STEP, SHORTCUTS, TABLE, Handler, handler_of
 from mcftensor.dispatch.torch_functions import WHOLE, evaluate_whole
 from mcftensor.dispatch.write_results import functional
 from mcftensor.formats import Format
@@ -60,8 +60,9 @@ def torch_function(
         for x in args if not kwargs else (*args, *kwargs.values()):
             if isinstance(x, MCFTensor) and x._has_rules:
                 return _without_function(func, types, args, kwargs or {})
-        shortcut = None if current_step() is None else DEFERRED.get(func)
-        shortcut = shortcut or SHORTCUTS.get(func)
+        shortcut = IN_STEP.get(func)
+        if shortcut is None or current_step() is None:
+            shortcut = SHORTCUTS.get(func)
         if shortcut is not None:
             result = shortcut(func, args, kwargs or {})
             if result is not NotImplemented:
@@ -69,7 +70,7 @@ def torch_function(
     if not kwargs and func not in WHOLE and func not in _WHERE:
         return _without_function(func, types, args)
     kwargs = kwargs or {}
-    if "dtype" in kwargs and is_eager:
+    if "dtype" in kwargs and is_eager and current_step() is not None:
         result = narrowly(func, args, kwargs)
         if result is not NotImplemented:
             return result

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.arithmetic.noise import draw_key
-from mcftensor.dispatch.registry import DEFERRED
+from mcftensor.dispatch.registry import IN_STEP, Shortcut
 from mcftensor.dispatch.resolve import Kind, kind, plan
 from mcftensor.dispatch.storage_formats import are_apart
 from mcftensor.formats import PLAIN, Format
@@ -28,7 +28,13 @@ from mcftensor.passes.expressions import NUMBER
 from mcftensor.passes.operators import OPERATORS
 from mcftensor.passes.traces import EMPTY, KEYS, NUMBERS, Operation, Trace, Variable
 from mcftensor.tensor.step_context import open_tape
-from mcftensor.tensor.step_tensors import GradientTensor, PendingTensor, TapedGradient, TapedTensor
+from mcftensor.tensor.step_tensors import (
+    GradientTensor,
+    PendingTensor,
+    TapedGradient,
+    TapedTensor,
+    on_plain,
+)
 from mcftensor.tensor.tape import LOCK, Layout, Strand, Tape
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -620,7 +626,7 @@ def _method(name: str, func: Any) -> None:
 
     It avoids `__torch_function__`, whose call by PyTorch takes longer than the rest.
     """
-    original, put_down = getattr(Tensor, name), DEFERRED[func]
+    original, put_down = getattr(Tensor, name), IN_STEP[func]
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -634,17 +640,36 @@ def _method(name: str, func: Any) -> None:
     setattr(PendingTensor, name, method)
 
 
+_DEFERRED: dict[Any, Shortcut] = {}
 for _name, *_, _symbol in OPERATORS.values():
     for _suffix, _in_place in (("", False), ("_", True)):
         _func = getattr(Tensor, _name + _suffix, None)
         if _func is None:  # rsub
             continue
-        DEFERRED[_func] = _at_once(_name, in_place=_in_place)
+        IN_STEP[_func] = _DEFERRED[_func] = _at_once(_name, in_place=_in_place)
         _method(_name + _suffix, _func)
         if _symbol is not None:
             _method(f"__{'i' * _in_place}{_symbol}__", _func)
         _foreach = getattr(torch, f"_foreach_{_name}{_suffix}", None)
         if _foreach is not None:
-            DEFERRED[_foreach] = _lists_at_once(_name, in_place=_in_place)
+            IN_STEP[_foreach] = _DEFERRED[_foreach] = _lists_at_once(_name, in_place=_in_place)
 
-PendingTensor._shortcuts = DEFERRED
+
+def torch_function(
+    cls: type,
+    func: Any,
+    types: Sequence[type],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Defer an operation on a pending tensor, or compute it and carry out the operation."""
+    kwargs = kwargs or {}
+    put_down = _DEFERRED.get(func)
+    if put_down is not None:
+        result = put_down(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    return on_plain(func, types, args, kwargs)
+
+
+PendingTensor.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]

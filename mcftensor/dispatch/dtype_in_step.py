@@ -16,10 +16,9 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from mcftensor.dispatch.operands import expansions, mapped, plainly
-from mcftensor.dispatch.registry import SHORTCUTS
+from mcftensor.dispatch.registry import IN_STEP
 from mcftensor.dispatch.structure import template
 from mcftensor.tensor import GradientTensor, MCFTensor
-from mcftensor.tensor.step_context import current_step
 
 
 def _dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -32,8 +31,6 @@ def _of_numbers(x: MCFTensor) -> torch.dtype:
 
 def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle `x.to(dtype)`, `x.to(device, dtype)`, `x.to(other)`, and their keywords."""
-    if current_step() is None:
-        return NotImplemented
     x, *rest = args
     if isinstance(x, MCFTensor) and not x.is_inside_step:
         return NotImplemented
@@ -73,8 +70,6 @@ def narrowly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Return NotImplemented for other calls.
     """
-    if current_step() is None:
-        return NotImplemented
     dtypes = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
     found = [
         x for x in expansions((args, kwargs)) if x.is_inside_step and x._format.dtype in dtypes
@@ -94,12 +89,12 @@ def narrowly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _register(func: Any, dtype: torch.dtype) -> None:
-    SHORTCUTS[func] = lambda func, args, kwargs: _to(func, (args[0], dtype), kwargs)
+    IN_STEP[func] = lambda func, args, kwargs: _to(func, (args[0], dtype), kwargs)
 
 
-SHORTCUTS[Tensor.dtype.__get__] = _dtype  # type: ignore[attr-defined]
-SHORTCUTS[Tensor.to] = _to
-SHORTCUTS[Tensor.type] = SHORTCUTS[Tensor.type_as] = _type
+IN_STEP[Tensor.dtype.__get__] = _dtype  # type: ignore[attr-defined]
+IN_STEP[Tensor.to] = _to
+IN_STEP[Tensor.type] = IN_STEP[Tensor.type_as] = _type
 _register(Tensor.float, torch.float32)
 _register(Tensor.double, torch.float64)
 _register(Tensor.half, torch.float16)
@@ -107,6 +102,6 @@ _register(Tensor.bfloat16, torch.bfloat16)
 
 # These functions accept the dtype as a positional argument, too.
 for _func in (F.softmax, F.log_softmax, F.softmin, torch.norm):
-    SHORTCUTS[_func] = narrowly
+    IN_STEP[_func] = narrowly
 for _name in ("softmax", "log_softmax"):
-    SHORTCUTS[getattr(torch, _name)] = SHORTCUTS[getattr(Tensor, _name)] = narrowly
+    IN_STEP[getattr(torch, _name)] = IN_STEP[getattr(Tensor, _name)] = narrowly

@@ -15,8 +15,7 @@ from mcftensor.dispatch.operands import is_wrapped, leaves, value_of
 from mcftensor.dispatch.torch_functions import narrowed
 from mcftensor.formats import Format, named
 from mcftensor.kernels.without_float64 import PAIR, PIECES, has_float64, pieces, without
-from mcftensor.tensor.components import any_format_of, format_of
-from mcftensor.tensor.dtensor import on_local
+from mcftensor.tensor.components import any_format_of, format_of, on_local
 from mcftensor.tensor.tensor import MCFTensor, of_numbers
 
 

@@ -19,8 +19,8 @@ from mcftensor.kernels.columns import is_bare, on_device
 from mcftensor.kernels.without_float64 import PIECES, has_float64, pieces, widest
 from mcftensor.passes.format_conversion import collapse, key_for, recode
 from mcftensor.passes.operators import Number
-from mcftensor.tensor.components import COMPONENTS, Role, local
-from mcftensor.tensor.dtensor import place_of, placed_like
+from mcftensor.tensor.components import COMPONENTS, Role, local, placed_like
+from mcftensor.tensor.dtensor import place_of
 from mcftensor.tensor.implicit_rounding import note_of_leading, updating
 from mcftensor.tensor.step_tensors import GradientTensor
 from mcftensor.tensor.tensor import MCFTensor

@@ -15,8 +15,8 @@ TABLE: dict[Any, Handler] = {}
 # function, args and kwargs, and returns NotImplemented if the dispatcher is needed.
 Shortcut = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 SHORTCUTS: dict[Any, Shortcut] = {}
-DEFERRED: dict[Any, Shortcut] = {}
-"""Those that defer operations within a step; they are tried first."""
+IN_STEP: dict[Any, Shortcut] = {}
+"""Those of calls within an optimizer's step; they are tried first."""
 
 
 def implements(*operators: Any) -> Callable[[Handler], Handler]:

@@ -422,7 +422,7 @@ class _Computed:
             for place, i in enumerate(operands)
             if place not in tensors
         }
-        function = _function(operation, is_in_place)
+        function = _function(operation.name, is_in_place)
         if not is_in_place:
             out = self._numbers[target] = self._new()
         count = len(operands) - len(keywords)
@@ -510,9 +510,9 @@ class _Computed:
         ]
 
 
-def _function(operation: Operation, is_in_place: bool) -> Callable[..., Any]:
-    """Return PyTorch's function of an operation; on GPUs, list functions have special kernels."""
-    name, single = operation.name, operation.single_name
+def _function(name: str, is_in_place: bool) -> Callable[..., Any]:
+    """Return PyTorch's function of a name; on GPUs, list functions have special kernels."""
+    single = name.removeprefix("_foreach_")
     if single == name or not torch.cuda.is_available():
         return getattr(Tensor, f"{single}_") if is_in_place else getattr(torch, single)
     function = getattr(torch, f"{name}_" if is_in_place else name)

@@ -26,8 +26,7 @@ from torch import Tensor
 from mcftensor.arithmetic import networks
 from mcftensor.arithmetic.eft import same_float_dtype
 from mcftensor.formats import MAX_TERMS, PLAIN, Format, require_expansion_format
-from mcftensor.kernels.custom_ops import opaque
-from mcftensor.kernels.result_layout import empty_terms
+from mcftensor.kernels.custom_ops import empty_terms, opaque
 from mcftensor.passes import format_conversion
 from mcftensor.passes.expressions import evaluate
 from mcftensor.passes.format_conversion import key_for

@@ -18,8 +18,7 @@ from mcftensor.arithmetic.number_protocol import Floats, Number
 from mcftensor.formats import PLAIN, Format, named
 from mcftensor.kernels import Body, Column, Columns, Scalar, Signature, run
 from mcftensor.kernels.columns import columns_of, places_of, regroup, repeated
-from mcftensor.kernels.custom_ops import opaque
-from mcftensor.kernels.result_layout import template_of
+from mcftensor.kernels.custom_ops import opaque, template_of
 from mcftensor.kernels.without_float64 import Pieces
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mcftensor.patches.table import by_name, calls, patch, row
 from mcftensor.tensor.components import Role, any_format_of, format_of, local
 from mcftensor.tensor.implicit_rounding import saying_itself
-from mcftensor.tensor.step_tensors import TapedTensor, resolved
+from mcftensor.tensor.step_tensors import PendingTensor, TapedTensor, resolved
 from mcftensor.tensor.tensor import MCFTensor
 
 _TENSOR_HOOKS = [
@@ -87,7 +87,8 @@ def _off_the_tape(swap: Callable[[], Any], given: dict[str, Any]) -> Any:
     for x in (given["t1"], given["t2"]):
         if isinstance(x, TapedTensor):
             x.materialize()
-        resolved(x)
+        elif isinstance(x, PendingTensor):
+            resolved(x)
     return swap()
 
 
@@ -203,9 +204,14 @@ def _finding_terms(load: Callable[[], Any], given: dict[str, Any]) -> Any:
 )
 @by_name
 def _telling_what_is_loaded(load: Callable[[], None], given: dict[str, Any]) -> None:
+    module = given["self"]
+    own = (*module._parameters.values(), *module._buffers.values())
+    if all(x is None or any_format_of(x) for x in own):  # nothing that would be rounded
+        load()
+        return
     saying_itself(load)
     if not given["local_metadata"].get("assign_to_params_buffers", False):
-        calls.after_loading(given["self"], given["state_dict"], given["prefix"])
+        calls.after_loading(module, given["state_dict"], given["prefix"])
 
 
 @patch(

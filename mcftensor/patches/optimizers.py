@@ -29,10 +29,10 @@ def _after_the_plan(initialize: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(initialize)
     def init_group(self: Optimizer, group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         plan = self.__dict__.get("_collage")
-        if plan is not None:
+        if plan is not None and not all(map(self.state.get, group["params"])):
             plan.make_states(self, initialize, group, *args, **kwargs)
         found = initialize(self, group, *args, **kwargs)
-        if plan is not None:
+        if plan is not None and found:
             plan.after_initializing(self, group, found)
         return found
 

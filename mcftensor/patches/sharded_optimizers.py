@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcftensor.patches.table import by_name, row
-from mcftensor.tensor.components import format_of, local
-from mcftensor.tensor.dtensor import placed_like
+from mcftensor.tensor.components import format_of, local, placed_like
 from mcftensor.tensor.shard_exchange import Division
 from mcftensor.tensor.step_context import outside
 from mcftensor.tensor.step_tensors import gradient_tensor

@@ -153,8 +153,8 @@ class _Calls:
     before_loading: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
     """What a module loads in place of a state dict that it is given."""
     after_loading: Callable[[Any, Mapping[str, Any], str], None]
-    """Told of each module that has loaded a state dict, without its children, and of the prefix of
-    its names there."""
+    """Told of each module with plain tensors that has loaded a state dict, without its children,
+    and of the prefix of its names there."""
     as_loaded: Callable[[Any, Any, Any], Any]
     """From a parameter, a state of it that is being loaded, and the state's name, the state that
     torch is to cast to the dtype of the parameter."""

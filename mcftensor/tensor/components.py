@@ -16,7 +16,7 @@ from mcftensor.formats import MAX_TERMS, Format, bytes_of
 from mcftensor.passes.format_conversion import collapse, compute_tensor
 from mcftensor.tensor.first_expansion import WAITING, prepare
 from mcftensor.tensor.pending_scale import PendingScale
-from mcftensor.tensor.step_context import current_step
+from mcftensor.tensor.step_context import current_step, outside
 from mcftensor.tensor.tape import Strand
 
 T = TypeVar("T", bound="ComponentTensor")
@@ -378,6 +378,45 @@ def wrapper(cls: type[T], like: Tensor, format: Format) -> T:
 def local(x: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, or any other tensor itself."""
     return getattr(x, "_local_tensor", x)
+
+
+def on_local(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+    """Apply an elementwise function, or a function of rows, to this rank's shard of a DTensor.
+
+    Raises:
+        NotImplementedError: a function of rows, and a sharded dimension other than the first.
+    """
+    if not hasattr(x, "_local_tensor"):
+        return function(x, *args)
+
+    def on_own() -> Tensor:
+        own = function(local(x), *args)
+        shape, stride = x.shape, x.stride()
+        if own.shape != local(x).shape:
+            placements = x.placements  # type: ignore[attr-defined]
+            if not all(y.is_replicate() or y.is_shard(0) for y in placements):
+                raise NotImplementedError(
+                    f"a tensor of shape {tuple(x.shape)} in a format whose rows share scales is "
+                    "sharded along another dimension than the first: shard its rows, or keep it in "
+                    "mcf.bf16i16"
+                )
+            shape = torch.Size((x.shape[0], *own.shape[1:]))
+            stride = torch.empty(shape, device="meta").stride()
+        return type(x).from_local(  # type: ignore[attr-defined]
+            own,
+            x.device_mesh,  # type: ignore[attr-defined]
+            x.placements,  # type: ignore[attr-defined]
+            run_check=False,
+            shape=shape,
+            stride=stride,
+        )
+
+    return outside(on_own)  # DTensor reads the dtype of the shard
+
+
+def placed_like(x: Tensor, own: Tensor) -> Tensor:
+    """Return a DTensor like x with `own` as this rank's shard; or `own`, if x is plain."""
+    return on_local(lambda _: own, x)
 
 
 def format_of(x: object) -> Format | None:

@@ -11,51 +11,11 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mcftensor.tensor.components import format_of, local
-from mcftensor.tensor.step_context import Step, outside
+from mcftensor.tensor.components import format_of, local, on_local
+from mcftensor.tensor.step_context import Step
 from mcftensor.tensor.step_tensors import gradient_tensor
-
-
-def on_local(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """Apply an elementwise function, or a function of rows, to this rank's shard of a DTensor.
-
-    Raises:
-        NotImplementedError: a function of rows, and a sharded dimension other than the first.
-    """
-    if not hasattr(x, "_local_tensor"):
-        return function(x, *args)
-
-    def on_own() -> Tensor:
-        own = function(local(x), *args)
-        shape, stride = x.shape, x.stride()
-        if own.shape != local(x).shape:
-            placements = x.placements  # type: ignore[attr-defined]
-            if not all(y.is_replicate() or y.is_shard(0) for y in placements):
-                raise NotImplementedError(
-                    f"a tensor of shape {tuple(x.shape)} in a format whose rows share scales is "
-                    "sharded along another dimension than the first: shard its rows, or keep it in "
-                    "mcf.bf16i16"
-                )
-            shape = torch.Size((x.shape[0], *own.shape[1:]))
-            stride = torch.empty(shape, device="meta").stride()
-        return type(x).from_local(  # type: ignore[attr-defined]
-            own,
-            x.device_mesh,  # type: ignore[attr-defined]
-            x.placements,  # type: ignore[attr-defined]
-            run_check=False,
-            shape=shape,
-            stride=stride,
-        )
-
-    return outside(on_own)  # DTensor reads the dtype of the shard
-
-
-def placed_like(x: Tensor, own: Tensor) -> Tensor:
-    """Return a DTensor like x with `own` as this rank's shard; or `own`, if x is plain."""
-    return on_local(lambda _: own, x)
 
 
 def place_of(x: Tensor) -> int:
@@ -106,17 +66,3 @@ def with_gradient_tensors(
         for p, grad, read in held:
             if p.grad is read:
                 p.grad = grad
-
-
-def require_unsharded(where: str, module: nn.Module) -> None:
-    """Raise RuntimeError if `fully_shard` has been applied to a module or a part of it.
-
-    `fully_shard` keeps views of the parameters, which a conversion would leave outdated.
-    """
-    for name, part in module.named_modules():
-        if any(base.__name__ == "FSDPModule" for base in type(part).__mro__):
-            raise RuntimeError(
-                f"{where}: {name or 'the module'} ({type(part).__name__}) is sharded by "
-                "fully_shard, which has views of its parameters. Convert the module before it is "
-                "sharded; x.full_tensor() returns a sharded expansion as a whole"
-            )

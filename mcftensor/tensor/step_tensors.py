@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,9 +57,6 @@ class PendingTensor(PromisedTensor):
     _plain: Tensor
     _role = None
 
-    # The functions that defer operations; `dispatch/defer.py` sets it.
-    _shortcuts: ClassVar[dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]] = {}
-
     @classmethod
     def result(cls, layout: Any, format: Format, place: tuple[Strand, int]) -> PendingTensor:
         """Return a tensor that the tape will make."""
@@ -96,25 +93,6 @@ class PendingTensor(PromisedTensor):
                 partial(self.__dict__.pop, "_plain"),
             ]
             list(map(partial.__call__, calls))
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Defer an operation, or compute its pending operands and carry it out."""
-        kwargs = kwargs or {}
-        shortcut = cls._shortcuts.get(func)
-        if shortcut is not None:
-            result = shortcut(func, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        if func in _KNOWN and args and "_plain" not in args[0].__dict__:
-            return _without_function(func, types, args, kwargs)
-        return _on_plain(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -157,6 +135,15 @@ def resolved(x: Any) -> Any:
             "step of an optimizer raised an error. Make it anew"
         )
     return x._plain
+
+
+def on_plain(
+    func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Carry out a function on computed tensors, unless its answer is known before."""
+    if func in _KNOWN and args and "_plain" not in args[0].__dict__:
+        return _without_function(func, types, args, kwargs)
+    return _on_plain(func, args, kwargs)
 
 
 def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

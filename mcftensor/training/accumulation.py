@@ -11,8 +11,7 @@ from mcftensor.convert import as_expansion
 from mcftensor.dispatch.operands import value_of
 from mcftensor.formats import Format, require_format
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.components import local
-from mcftensor.tensor.dtensor import on_local
+from mcftensor.tensor.components import local, on_local
 from mcftensor.training.gradient_hooks import GradientHook, Handle, trained
 
 

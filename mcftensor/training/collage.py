@@ -272,8 +272,6 @@ class CollagePlan:
         The first step then needs no more memory than the others.
         """
         states = optimizer.state
-        if all(map(states.get, group["params"])):  # as after the first step
-            return
         is_sgd = isinstance(optimizer, torch.optim.SGD)
         for p in group["params"]:
             format = format_of(p)

@@ -27,8 +27,7 @@ from mcftensor.patches.distributed import REDUCES
 from mcftensor.patches.optimizers import NORMS
 from mcftensor.patches.table import calls, install_once
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.components import local
-from mcftensor.tensor.dtensor import placed_like
+from mcftensor.tensor.components import local, placed_like
 from mcftensor.training.gradient_hooks import (
     Handle,
     HandleHook,

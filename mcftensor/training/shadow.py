@@ -23,8 +23,7 @@ from mcftensor.convert import as_plain
 from mcftensor.dispatch.operands import stored_in
 from mcftensor.formats import Format, fp64x2
 from mcftensor.kernels.without_float64 import has_float64
-from mcftensor.tensor.components import COMPONENTS, format_of, local
-from mcftensor.tensor.dtensor import on_local
+from mcftensor.tensor.components import COMPONENTS, format_of, local, on_local
 from mcftensor.tensor.tensor import MCFTensor
 
 _WIDEST = (torch.float64, torch.complex128)
