@@ -125,6 +125,10 @@ STEPS: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 it."""
 
 
+WATCHING: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Handles that look at each optimizer before its step, and may raise: `OrderFree`."""
+
+
 def looked_at(optimizer: Optimizer) -> Iterator[Tensor]:
     """Return the parameters that a step looks at."""
     number = STEPS.get(optimizer)
@@ -248,6 +252,9 @@ def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if WATCHING:
+            for handle in list(WATCHING):
+                handle.look_at(self)
         if torch.compiler.is_compiling():
             return hooked(self, *args, **kwargs)
         outer = current_step()

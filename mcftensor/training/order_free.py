@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import hashlib
 import math
@@ -18,13 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mcftensor.arithmetic.binned_sums import DTYPES, layout_of
 from mcftensor.kernels.execute import is_dense
 from mcftensor.kernels.without_float64 import widest
 from mcftensor.patches.distributed import REDUCES
-from mcftensor.patches.optimizers import NORMS
+from mcftensor.patches.optimizers import NORMS, WATCHING
 from mcftensor.patches.table import calls, install_once
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import local, placed_like
@@ -46,8 +44,6 @@ from mcftensor.training.order_free_exchange import (
 from mcftensor.training.order_free_leaves import Leaves, most_kept
 from mcftensor.training.order_free_norm import norm_of
 from mcftensor.training.step_in_backward import are_released
-
-_handles: weakref.WeakSet[OrderFree] = weakref.WeakSet()
 
 
 class OrderFree(Handle):
@@ -98,7 +94,7 @@ class OrderFree(Handle):
         if not self._complete:
             self.reset()
         self._undo.close()
-        _handles.discard(self)
+        WATCHING.discard(self)
 
     def reset(self) -> None:
         """Drop the leaves of a step that is not complete, as after an error in backward, and all
@@ -113,6 +109,30 @@ class OrderFree(Handle):
         self._passes = self._own = 0
         self._complete = False
         self._task = self._counts = None
+
+    def look_at(self, optimizer: Optimizer) -> None:
+        """Raise if an optimizer is about to step on gradients that are not complete.
+
+        Raises:
+            RuntimeError: leaves of a step are missing, or the model has other parameters.
+        """
+        model = self._model()
+        if model is None:
+            return
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        current = trained(model)
+        if own.isdisjoint(current) and own.isdisjoint(self._names):
+            return
+        if current.keys() != self._names.keys():
+            raise RuntimeError(
+                "order_free_gradients: the model has other trained parameters than when the handle "
+                "was made; call it after fully_shard, and again after freezing"
+            )
+        if self._passes and not self._complete:
+            raise RuntimeError(
+                f"order_free_gradients: the step is not complete: {self!r}. Let the other "
+                "microbatches run, the last one without no_sync(); or reset() the handle"
+            )
 
     @contextlib.contextmanager
     def padding(self) -> Iterator[None]:
@@ -224,10 +244,8 @@ class OrderFree(Handle):
         )
         for module in model.modules():
             self._undo.enter_context(assigned(module, "_ddp_params_and_buffers_to_ignore", refusal))
-        _handles.add(self)
+        WATCHING.add(self)
         install_once(NORMS)
-        looks = register_optimizer_step_pre_hook(functools.partial(_before_step, weakref.ref(self)))
-        self._undo.callback(weakref.finalize(self, looks.remove))
 
     def _group(self) -> Any:
         return self._ddp.process_group if self._ddp is not None else None
@@ -567,7 +585,7 @@ def _check(model: nn.Module, names: dict[Tensor, str], microbatches: int) -> Non
             "order_free_gradients: the model steps in backward already, by single leaves; call "
             "order_free_gradients before step_in_backward"
         )
-    if any(not handle._names.keys().isdisjoint(names) for handle in _handles):
+    if any(not handle._names.keys().isdisjoint(names) for handle in WATCHING):
         raise ValueError("order_free_gradients: the model has a handle; remove() that one first")
 
 
@@ -652,35 +670,12 @@ def _arranged(given: dict[str, Any]) -> None:
 
 def _norm(tensors: list[Tensor]) -> Tensor | None:
     """Return the norm, if some of the tensors are gradients of a model with a handle."""
-    own = {id(p.grad) for handle in _handles for p in handle._names if p.grad is not None}
+    own = {id(p.grad) for handle in WATCHING for p in handle._names if p.grad is not None}
     return norm_of(tensors) if any(id(x) in own for x in tensors) else None
 
 
 calls.around_reduction = _arranged
 calls.norm_of_gradients = _norm
-
-
-def _before_step(
-    reference: weakref.ref[OrderFree], optimizer: Optimizer, args: Any, kwargs: Any
-) -> None:
-    handle = reference()
-    model = None if handle is None else handle._model()
-    if handle is None or model is None:
-        return
-    own = {p for group in optimizer.param_groups for p in group["params"]}
-    current = trained(model)
-    if own.isdisjoint(current) and own.isdisjoint(handle._names):
-        return
-    if current.keys() != handle._names.keys():
-        raise RuntimeError(
-            "order_free_gradients: the model has other trained parameters than when the handle "
-            "was made; call it after fully_shard, and again after freezing"
-        )
-    if handle._passes and not handle._complete:
-        raise RuntimeError(
-            f"order_free_gradients: the step is not complete: {handle!r}. Let the other "
-            "microbatches run, the last one without no_sync(); or reset() the handle"
-        )
 
 
 def _like(p: Tensor, own: Tensor) -> Tensor:
