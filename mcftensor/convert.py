@@ -555,7 +555,11 @@ def _exchange(x: Tensor, new: Tensor, role: Role) -> None:
     """Give the tensor object x the contents of new, and its gradient the dtype; hooks stay."""
     grad = x.grad
     new = as_held(isinstance(x, nn.Parameter), new, role, x.requires_grad)
-    if isinstance(new, MCFTensor) and _keeps_object(x, new.dtype) and new.stride() == x.stride():
+    if (
+        isinstance(new, MCFTensor)
+        and _keeps_object(x, new.format.dtype)
+        and new.stride() == x.stride()
+    ):
         x.hold_as(new)  # type: ignore[attr-defined]
     else:
         exchange(x, new)
