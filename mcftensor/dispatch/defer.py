@@ -655,7 +655,7 @@ for _name, *_, _symbol in OPERATORS.values():
             IN_STEP[_foreach] = _DEFERRED[_foreach] = _lists_at_once(_name, in_place=_in_place)
 
 
-def torch_function(
+def pending_function(
     cls: type,
     func: Any,
     types: Sequence[type],
@@ -672,4 +672,4 @@ def torch_function(
     return on_plain(func, types, args, kwargs)
 
 
-PendingTensor.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]
+PendingTensor.__torch_function__ = classmethod(pending_function)  # type: ignore[assignment]
