@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -132,16 +131,10 @@ WATCHING: weakref.WeakSet[Any] = weakref.WeakSet()
 def looked_at(optimizer: Optimizer) -> Iterator[Tensor]:
     """Return the parameters that a step looks at."""
     number = STEPS.get(optimizer)
-    if number is None:
-        return parameters_of(optimizer)
-    lists = [group["params"] for group in optimizer.param_groups]
-    windows = (
-        params[start : start + _WINDOW]
-        for params in lists
-        if params
-        for start in [number % -(-len(params) // _WINDOW) * _WINDOW]
-    )
-    return itertools.chain.from_iterable(windows)
+    for group in optimizer.param_groups:
+        params = group["params"]
+        stride = 1 if number is None else max(1, -(-len(params) // _WINDOW))
+        yield from params[(number or 0) % stride :: stride]
 
 
 def _is_as_meant(optimizer: Optimizer) -> bool:

@@ -162,7 +162,7 @@ class ComponentTensor(torch.Tensor):
 
         The caller must not write to them or pass them on.
         """
-        if self._factor is not None:
+        if self._factor is not None and self._factor.value != 1:
             self._factor.apply()
         return self._held()
 
