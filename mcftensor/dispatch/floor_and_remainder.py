@@ -52,8 +52,6 @@ def to_remainder(func: Any, x: Any, y: Any) -> Any:
     name = func.overloadpacket.__name__
     format = common_format(name, (x, y))
     device = expansions((x, y))[0].device
-    a, b = (
-        list(z._read()) if isinstance(z, MCFTensor) else entered(z, device)[1] for z in (x, y)
-    )
+    a, b = (list(z._read()) if isinstance(z, MCFTensor) else entered(z, device)[1] for z in (x, y))
     found = modulo(a, b, name, format.dtype, len(format.components))
     return selected(found, format, "value", (x, y))

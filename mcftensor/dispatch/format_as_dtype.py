@@ -113,9 +113,7 @@ def _result(
         NotImplementedError: there is no float64, and the result would be rounded to float32.
     """
     tensors = [x for x in leaves(args) if isinstance(x, Tensor)]
-    device = options.get("device") or (
-        tensors[0].device if tensors else torch.get_default_device()
-    )
+    device = options.get("device") or (tensors[0].device if tensors else torch.get_default_device())
     is_available = has_float64(torch.device(device))
     if name in ("arange", "linspace") and not (is_available and format.precision <= PRECISION):
         return _SPACED[name](format, *args, **options)
