@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mcftensor.dispatch.elementary import in_longer
 
@@ -141,7 +140,8 @@ def _margins(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(counts, margins, 0.0), is_target, places
 
 
-_NONE, _MEAN = F._Reduction.get_enum("none"), F._Reduction.get_enum("mean")
+_NONE, _MEAN = 0, 1
+"""How aten's losses are told to be reduced."""
 
 ALGORITHMS["embedding_renorm"] = _embedding_renorm  # nn.Embedding(max_norm=...)
 ALGORITHMS["col2im"] = _col2im  # F.fold, gradients of F.unfold

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def _linspace(format: Format, start: float, end: float, steps: int, **options: A
     return torch.where(i * 2 < steps, i * step + start, (i - (steps - 1)) * step + end)
 
 
-_SPACED = {"arange": _arange, "linspace": _linspace}
+_SPACED: dict[str, Callable[..., Tensor]] = {"arange": _arange, "linspace": _linspace}
 
 
 def _result(
@@ -123,9 +124,10 @@ def _result(
     if func is torch.tensor:
         return of_numbers(*args).to(device)
     stem = name.removeprefix("new_").removesuffix("_like")
+    filled = [options.pop("fill_value")] if "fill_value" in options else []
     single = functools.partial(func, dtype=torch.float32, **options)
     if stem in ("full", "scalar_tensor"):
-        *others, number = args
+        *others, number = *args, *filled
         return MCFTensor.of([single(*others, x.item()) for x in pieces(number)], named(PIECES))
     if stem in ("zeros", "ones", "empty", "eye"):
         return single(*args)

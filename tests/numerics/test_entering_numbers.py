@@ -39,6 +39,11 @@ def modes(format):
         pytest.param(lambda x: torch.where(x > 0, TENTH, x), Fraction(TENTH), id="where"),
         pytest.param(lambda x: torch.tensor([TENTH], dtype=x.format), Fraction(TENTH), id="tensor"),
         pytest.param(lambda x: torch.full((1,), TENTH, dtype=x.format), Fraction(TENTH), id="full"),
+        pytest.param(
+            lambda x: torch.full((1,), fill_value=TENTH, dtype=x.format),
+            Fraction(TENTH),
+            id="fill_value",
+        ),
         pytest.param(lambda x: torch.full_like(x, TENTH), Fraction(TENTH), id="full_like"),
         pytest.param(lambda x: x % TENTH, Fraction(3) % Fraction(TENTH), id="remainder"),
     ],
