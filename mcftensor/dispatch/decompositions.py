@@ -143,11 +143,13 @@ def _margins(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 _NONE, _MEAN = 0, 1
 """How aten's losses are told to be reduced."""
 
-ALGORITHMS["embedding_renorm"] = _embedding_renorm  # nn.Embedding(max_norm=...)
-ALGORITHMS["col2im"] = _col2im  # F.fold, gradients of F.unfold
-ALGORITHMS["multi_margin_loss"] = _multi_margin_loss  # F.multi_margin_loss
-ALGORITHMS["multilabel_margin_loss_forward"] = _multilabel_margin_loss  # F.multilabel_margin_loss
-ALGORITHMS["multilabel_margin_loss_backward"] = _multilabel_margin_loss_backward
+ALGORITHMS |= {
+    "embedding_renorm": _embedding_renorm,  # nn.Embedding(max_norm=...)
+    "col2im": _col2im,  # F.fold, gradients of F.unfold
+    "multi_margin_loss": _multi_margin_loss,  # F.multi_margin_loss
+    "multilabel_margin_loss_forward": _multilabel_margin_loss,  # F.multilabel_margin_loss
+    "multilabel_margin_loss_backward": _multilabel_margin_loss_backward,  # its gradients
+}
 
 WITH_FLOATS = _by_name(
     aten.relu.default,  # F.relu

@@ -116,7 +116,7 @@ def _result(
     tensors = [x for x in leaves(args) if isinstance(x, Tensor)]
     device = options.get("device") or (tensors[0].device if tensors else torch.get_default_device())
     is_available = has_float64(torch.device(device))
-    if name in ("arange", "linspace") and not (is_available and format.precision <= PRECISION):
+    if name in _SPACED and not (is_available and format.precision <= PRECISION):
         return _SPACED[name](format, *args, **options)
     if is_available:
         made: Tensor = func(*args, dtype=WIDE, **options)
@@ -132,7 +132,7 @@ def _result(
     if stem in ("zeros", "ones", "empty", "eye"):
         return single(*args)
     if stem in ("rand", "randn"):
-        drawn = MCFTensor.of([single(*args), single(*args).zero_()], named(PAIR))
+        drawn = value_of(single(*args), named(PAIR))
         return drawn.uniform_() if stem == "rand" else drawn.normal_()
     if tensors and tensors[0].is_floating_point():
         return func(value_of(tensors[0], named(PAIR)), *args[1:], **options)

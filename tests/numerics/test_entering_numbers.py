@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import mcftensor as mcf
+from support.contract import fractions
 from support.no_float64 import no_float64
 
 LONG = pytest.mark.parametrize(
@@ -14,11 +15,6 @@ LONG = pytest.mark.parametrize(
 )
 TENTH = 0.1  # 53 bits
 WHOLE = [2**53 + 1, -(2**62) - 3, 2**40 + 1, 7]
-
-
-def fractions(x):
-    terms = [t.reshape(-1).tolist() for t in x.components]
-    return [sum(map(Fraction, number)) for number in zip(*terms, strict=True)]
 
 
 def modes(format):
