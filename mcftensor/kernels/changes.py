@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels import cpu
+from mcftensor.kernels.execute import OnDemand
 from mcftensor.kernels.cpp import GRAIN
 from mcftensor.kernels.marks import bits_for, changed_elements, packed_bits, unpacked_bits
 from mcftensor.kernels.program import PATTERNS
@@ -396,5 +397,5 @@ def _is_right(launch: cpu.Launch) -> bool:
     return True
 
 
-COMPILED = cpu.OnDemand(lambda: SOURCE, _is_right)
+COMPILED = OnDemand(lambda: SOURCE, _is_right)
 """The compiled code of this process."""

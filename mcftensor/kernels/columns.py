@@ -174,11 +174,6 @@ def repeated(column: Sequence[T], count: int) -> Sequence[T]:
     return column if len(column) == count else [*column] * count
 
 
-def number_of(scalar: Scalar) -> float:
-    """Return a scalar as a Python number; a scalar on a device is synchronized."""
-    return scalar.item() if isinstance(scalar, Tensor) else scalar
-
-
 def on_device(x: Tensor, device: torch.device) -> Tensor:
     """Return a 0-d tensor on a device.
 

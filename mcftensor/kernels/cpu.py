@@ -1,4 +1,4 @@
-"""C++ kernels on the CPU: compiled at first use, cached for later processes, and launched."""
+"""The C++ compiler of the CPU: found, run, its libraries kept for later processes, and loaded."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from mcftensor.kernels import first_use, kernel_cache
-from mcftensor.kernels.columns import Scalar, number_of
-from mcftensor.kernels.cpp import GRAIN
 
 FLAGS = (
     "-std=c++17",
@@ -44,10 +40,6 @@ FLAGS = (
 Launch = Callable[[int, int, int, int], None]
 
 _HERE = "the CPU"
-
-# The number of elements from which looking for compiled code, and compiling it, is worthwhile.
-LOOK_AFTER = 1 << 14
-BUILD_AFTER = 1 << 20
 
 
 def load(source: str, *, build: bool, is_right: Callable[[Launch], bool]) -> Launch | None:
@@ -88,31 +80,6 @@ def _opened(library: Path) -> Launch:
     launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     launch.restype = None
     return launch
-
-
-class OnDemand:
-    """C++ that is loaded, or compiled, once it has worked on enough elements.
-
-    Args:
-        source: returns the translation unit, or None without one.
-        is_right: whether the compiled code gives the right bits.
-    """
-
-    def __init__(
-        self, source: Callable[[], str | None], is_right: Callable[[Launch], bool]
-    ) -> None:
-        self.source, self.is_right = source, is_right
-        self.worked = 0
-        self.launch: Launch | None = None
-
-    def get(self, elements: int) -> Launch | None:
-        """Return the compiled code for a call with `elements` elements, or None."""
-        if self.launch is None:
-            before, self.worked = self.worked, self.worked + elements
-            build = before < BUILD_AFTER <= self.worked
-            if (build or before < LOOK_AFTER <= self.worked) and (source := self.source()):
-                self.launch = load(source, build=build, is_right=self.is_right)
-        return self.launch
 
 
 @contextlib.contextmanager
@@ -159,51 +126,3 @@ def vector_bytes() -> int:
     """Return the size of the processor's vectors in bytes."""
     flags = _processor().split()
     return 64 if "avx512bw" in flags else 32 if "avx2" in flags else 16
-
-
-_call: Callable[[partial[None]], None] = partial.__call__
-
-
-def prepared(
-    function: Launch,
-    lengths: list[int],
-    addresses: Sequence[list[int]],
-    scalars: Sequence[Sequence[Scalar]],
-    dtypes: Sequence[torch.dtype],
-) -> partial[None]:
-    """Return compiled code as a call on dense tensors and scalars.
-
-    Lengths and addresses of tensors are given by columns, scalars by their dtypes.
-    """
-    count = len(lengths)
-    words, numbers = array("q", lengths), array("d")
-    for addresses_of_one in addresses:
-        words.fromlist(addresses_of_one)
-    for dtype, column in zip(dtypes, scalars, strict=True):
-        values = [x if type(x) is float else number_of(x) for x in column]
-        times = count // len(values)  # a single value serves all sets
-        if dtype == torch.int64:
-            words.fromlist([*map(int, values)] * times)
-        else:
-            numbers.fromlist(values * times)
-    worth = sum(lengths) // GRAIN
-    threads = min(torch.get_num_threads(), worth) if worth > 1 else 1
-    call = partial(function, words.buffer_info()[0], numbers.buffer_info()[0], count, threads)
-    call.holds = words, numbers  # type: ignore[attr-defined]
-    return call
-
-
-def launch(
-    function: Launch,
-    lengths: list[int],
-    addresses: Sequence[list[int]],
-    scalars: Sequence[Sequence[Scalar]],
-    dtypes: Sequence[torch.dtype],
-    done: list[tuple[int, None]] | None = None,
-) -> None:
-    """Run a prepared call, and record its elements in `done`, as in `Columns`."""
-    call = prepared(function, lengths, addresses, scalars, dtypes)
-    if done is None:
-        call()
-    else:
-        done.extend(zip((sum(lengths),), map(_call, (call,)), strict=True))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels import first_use, kernel_cache, triton
-from mcftensor.kernels.columns import Scalar, number_of, repeated
+from mcftensor.kernels.columns import Scalar, repeated
 from mcftensor.kernels.first_use import Arrangement, Launch
 from mcftensor.kernels.program import Program
 
@@ -233,7 +233,7 @@ def _numbers(
 def _word(x: Scalar, is_there: bool, dtype: torch.dtype) -> int:
     if is_there:
         return x.data_ptr()  # type: ignore[union-attr]
-    value = number_of(x)
+    value = x.item() if isinstance(x, Tensor) else x
     return int(value) if dtype == torch.int64 else struct.unpack("q", struct.pack("d", value))[0]
 
 

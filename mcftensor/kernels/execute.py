@@ -1,11 +1,13 @@
-"""The choice of how a function runs, and on which tensors together."""
+"""The choice of how a function runs, on which tensors together, and its launch on the CPU."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,18 +23,96 @@ from mcftensor.kernels.columns import (
     places_of,
     repeated,
 )
+from mcftensor.kernels.cpp import GRAIN
 from mcftensor.kernels.marks import Mark
 from mcftensor.kernels.program import Body, Program, Signature, record
-from mcftensor.kernels.without_float64 import Pieces, has_float64, pieces, without_float64
+from mcftensor.kernels.without_float64 import CONTEXTS, Pieces, has_float64, pieces, without_float64
 
 # The number of elements that a call on one set of tensors counts as, by its time in Python.
 OF_A_CALL = 1 << 12
+
+# The number of elements from which looking for compiled code, and compiling it, is worthwhile.
+LOOK_AFTER = 1 << 14
+BUILD_AFTER = 1 << 20
 
 # Device types on which Triton kernels run.
 TRITON_DEVICES = ["cuda"]
 
 
-class Kernel(cpu.OnDemand):
+class OnDemand:
+    """C++ that is loaded, or compiled, once it has worked on enough elements.
+
+    Args:
+        source: returns the translation unit, or None without one.
+        is_right: whether the compiled code gives the right bits.
+    """
+
+    def __init__(
+        self, source: Callable[[], str | None], is_right: Callable[[cpu.Launch], bool]
+    ) -> None:
+        self.source, self.is_right = source, is_right
+        self.worked = 0
+        self.launch: cpu.Launch | None = None
+
+    def get(self, elements: int) -> cpu.Launch | None:
+        """Return the compiled code for a call with `elements` elements, or None."""
+        if self.launch is None:
+            before, self.worked = self.worked, self.worked + elements
+            build = before < BUILD_AFTER <= self.worked
+            if (build or before < LOOK_AFTER <= self.worked) and (source := self.source()):
+                self.launch = cpu.load(source, build=build, is_right=self.is_right)
+        return self.launch
+
+
+_call: Callable[[partial[None]], None] = partial.__call__
+
+
+def prepared(
+    function: cpu.Launch,
+    lengths: list[int],
+    addresses: Sequence[list[int]],
+    scalars: Sequence[Sequence[Scalar]],
+    dtypes: Sequence[torch.dtype],
+) -> partial[None]:
+    """Return compiled code as a call on dense tensors and scalars.
+
+    Lengths and addresses of tensors are given by columns, scalars by their dtypes.
+    """
+    count = len(lengths)
+    words, numbers = array("q", lengths), array("d")
+    for addresses_of_one in addresses:
+        words.fromlist(addresses_of_one)
+    for dtype, column in zip(dtypes, scalars, strict=True):
+        values = [x if type(x) is float or not isinstance(x, Tensor) else x.item() for x in column]
+        times = count // len(values)  # a single value serves all sets
+        if dtype == torch.int64:
+            words.fromlist([*map(int, values)] * times)
+        else:
+            numbers.fromlist(values * times)
+    worth = sum(lengths) // GRAIN
+    threads = min(torch.get_num_threads(), worth) if worth > 1 else 1
+    call = partial(function, words.buffer_info()[0], numbers.buffer_info()[0], count, threads)
+    call.holds = words, numbers  # type: ignore[attr-defined]
+    return call
+
+
+def launch(
+    function: cpu.Launch,
+    lengths: list[int],
+    addresses: Sequence[list[int]],
+    scalars: Sequence[Sequence[Scalar]],
+    dtypes: Sequence[torch.dtype],
+    done: list[tuple[int, None]] | None = None,
+) -> None:
+    """Run a prepared call, and record its elements in `done`, as in `Columns`."""
+    call = prepared(function, lengths, addresses, scalars, dtypes)
+    if done is None:
+        call()
+    else:
+        done.extend(zip((sum(lengths),), map(_call, (call,)), strict=True))
+
+
+class Kernel(OnDemand):
     """A function compiled for one signature, or to be compiled."""
 
     def __init__(self, body: Body, signature: Signature) -> None:
@@ -49,10 +129,10 @@ class Kernel(cpu.OnDemand):
             marking = self.marking(columns.marks)
             every = [*addresses, *addresses_of(columns.marks)]
         if has_data and device.type == "cpu" and "cpu" not in TRITON_DEVICES:
-            launch = marking.compiled(sum(lengths), len(lengths))
-            if launch is not None:
+            compiled = marking.compiled(sum(lengths), len(lengths))
+            if compiled is not None:
                 dtypes = self.signature.scalars
-                cpu.launch(launch, lengths, every, scalars, dtypes, columns.done)
+                launch(compiled, lengths, every, scalars, dtypes, columns.done)
                 return
         elif (
             has_data
@@ -77,12 +157,12 @@ class Kernel(cpu.OnDemand):
     def _source_here(self) -> str | None:
         return cpp.source(self.program, cpu.vector_bytes()) if self.has_program else None
 
-    def _is_right_here(self, launch: cpu.Launch) -> bool:
-        run = functools.partial(cpu.launch, launch, dtypes=self.signature.scalars)
+    def _is_right_here(self, compiled: cpu.Launch) -> bool:
+        run = partial(launch, compiled, dtypes=self.signature.scalars)
         return self._is_right(run, first_use.Arrangement())
 
-    def _is_right(self, launch: first_use.Launch, arrangement: first_use.Arrangement) -> bool:
-        return first_use.is_right(self.body, self.program, launch, arrangement)
+    def _is_right(self, run: first_use.Launch, arrangement: first_use.Arrangement) -> bool:
+        return first_use.is_right(self.body, self.program, run, arrangement)
 
     @functools.cached_property
     def has_program(self) -> bool:
@@ -131,7 +211,7 @@ def run_alike(
     addresses: Sequence[list[int]],
 ) -> None:
     """`run` for contiguous tensors of one device with known dtypes, lengths and addresses."""
-    if not has_float64(columns.outputs[0][0].device):
+    if _lacks_float64(columns.outputs[0][0].device):
         vectors, outputs = ([list(x) for x in y] for y in (columns.vectors, columns.outputs))
         run(body, dataclasses.replace(columns, vectors=vectors, outputs=outputs))
         return
@@ -145,12 +225,16 @@ def run(body: Body, columns: Columns) -> None:
     A function is recorded and compiled once for each combination of dtypes, so callers must pass
     the same object at every call.
     """
-    if not has_float64(columns.outputs[0][0].device):
+    if _lacks_float64(columns.outputs[0][0].device):
         body, columns = _in_pieces(body, columns)
         with without_float64():
             _run(body, columns)
         return
     _run(body, columns)
+
+
+def _lacks_float64(device: torch.device) -> bool:
+    return CONTEXTS.depth > 0 or (device.type != "cpu" and not has_float64(device))
 
 
 def _in_pieces(body: Body, columns: Columns) -> tuple[Body, Columns]:
@@ -189,7 +273,7 @@ def _run(body: Body, columns: Columns) -> None:
     count = len(columns.vectors)
     scalars = tuple([dtype for dtype, _ in kinds])  # type: ignore[misc]
     written = tuple([dtypes[i] for i in outputs])
-    signature = Signature(dtypes[:count], scalars, written, columns.shared, has_float64())
+    signature = Signature(dtypes[:count], scalars, written, columns.shared, not CONTEXTS.depth)
     kernel = kernel_of(body, signature)
     own = lengths[outputs[0]]
     asked = [*addresses[:count], *[addresses[i] for i in outputs]]

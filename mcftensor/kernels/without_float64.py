@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 
-class _Depth(threading.local):
-    count = 0
+class _Contexts(threading.local):
+    depth = 0
 
 
-_DEPTH = _Depth()
+CONTEXTS = _Contexts()
+"""The number of `without_float64` contexts that this thread is in, as `depth`."""
 
 
 class without_float64(contextlib.ContextDecorator):
@@ -44,16 +45,16 @@ class without_float64(contextlib.ContextDecorator):
     """
 
     def __enter__(self) -> without_float64:
-        _DEPTH.count += 1
+        CONTEXTS.depth += 1
         return self
 
     def __exit__(self, *args: Any) -> None:
-        _DEPTH.count -= 1
+        CONTEXTS.depth -= 1
 
 
 def has_float64(device: torch.device | None = None) -> bool:
     """Whether to compute in float64: the context does not rule it out, and the device has it."""
-    if _DEPTH.count:
+    if CONTEXTS.depth:
         return False
     return device is None or device.type == "cpu" or _has_float64(device.type, device.index)
 

@@ -282,7 +282,7 @@ class _Launched:
             addresses += execute.addresses_of(run.marks(stage, rows))
             scalars = list(map(self._scalar, stage.scalars))
             dtypes = stage.signature.scalars
-            self._left.append(cpu.prepared(launch, rows.lengths, addresses, scalars, dtypes))
+            self._left.append(execute.prepared(launch, rows.lengths, addresses, scalars, dtypes))
             if stage.then is not None:
                 flat = self._scratch[None]
                 function = getattr(torch, stage.then.single_name)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcftensor.kernels import changes, cpu
+from mcftensor.kernels import changes, execute
 from mcftensor.kernels.marks import bits_for
 
 
@@ -12,7 +12,7 @@ from mcftensor.kernels.marks import bits_for
 def way(request, monkeypatch):
     if request.param == "eager":
         monkeypatch.setattr(changes.COMPILED, "get", lambda _: None)
-    elif changes.COMPILED.get(cpu.BUILD_AFTER) is None:
+    elif changes.COMPILED.get(execute.BUILD_AFTER) is None:
         pytest.skip("no compiler")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor.kernels import cpp, cpu
+from mcftensor.kernels import cpp, cpu, execute
 from mcftensor.kernels.program import Signature, record
 from mcftensor.passes import expansion
 from support.kernel_cases import (
@@ -162,7 +162,7 @@ def test_each_element_has_one_thread(count, threads, monkeypatch, tmp_path):
     lengths = [50_005, 300_001, 30_000, 64, 163_840]
     vectors = [torch.zeros(length, dtype=torch.uint16) for length in lengths]
     addresses = [x.data_ptr() for x in vectors]
-    cpu.launch(launch, lengths, [addresses, addresses], [], [])
+    execute.launch(launch, lengths, [addresses, addresses], [], [])
     is_large = [length >= count * cpp.GRAIN for length in lengths]
     large = list(itertools.compress(vectors, is_large))
     small = [x for x, alone in zip(vectors, is_large, strict=True) if not alone]

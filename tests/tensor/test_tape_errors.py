@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor.kernels import cpu, eager
+from mcftensor.kernels import eager, execute
 from mcftensor.tensor import tape
 from support.helpers import a_step, assert_same_terms, exact, sample
 from support.kernel_cases import way
@@ -147,7 +147,7 @@ def test_an_operation_that_always_raises(monkeypatch):
 def test_a_cut_before_or_after_a_write(time, after, compiled, monkeypatch):
     """Nothing is done twice, nor left out, wherever a signal comes in many blocks."""
     monkeypatch.setattr(eager, "CHUNK", 8)
-    module, name = (eager, "run_whole") if compiled == "eager" else (cpu, "launch")
+    module, name = (eager, "run_whole") if compiled == "eager" else (execute, "launch")
     function, called = getattr(module, name), []
 
     def cut(*args, **kwargs):

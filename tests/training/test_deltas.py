@@ -66,8 +66,8 @@ def way_of_kernels(request, monkeypatch):
     else:
         if cpu.find() is None:
             pytest.skip("no compiler")
-        monkeypatch.setattr(cpu, "LOOK_AFTER", 1)
-        monkeypatch.setattr(cpu, "BUILD_AFTER", 1)
+        monkeypatch.setattr(execute, "LOOK_AFTER", 1)
+        monkeypatch.setattr(execute, "BUILD_AFTER", 1)
     execute.kernel_of.cache_clear()
     yield request.param
     execute.kernel_of.cache_clear()
