@@ -17,7 +17,7 @@ from mcftensor.arithmetic.noise import draw_key
 from mcftensor.dispatch.operands import (
     component_columns,
     count_write,
-    rounding_key,
+    first_count,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, implements
 from mcftensor.formats import PLAIN, Format
@@ -175,10 +175,9 @@ def _keys(
     ]
     keys = {i: draw_key(targets[0][i].device) for i in sorted(chain(*drawing))}
     for (_, *written), rows in groups.items():
-        balanced = next((f for f in written if f.rounding == "balanced"), None)
-        if balanced is not None:
+        if any(f.rounding == "balanced" for f in written):
             for i in rows:
-                counted = rounding_key(balanced, [x[i] for x in targets])
+                counted = first_count(x[i] for x in targets)
                 assert counted is not None
                 keys.setdefault(i, counted)
     return keys

@@ -296,10 +296,11 @@ def rounding_key(format: Format, operands: Iterable[Any]) -> Tensor | None:
     Balanced rounding uses the count of the first operand that has one.
     """
     tensors = [x for x in operands if isinstance(x, Tensor)]
-    return key_for(format, tensors[0].device, _first_count(tensors))
+    return key_for(format, tensors[0].device, first_count(tensors))
 
 
-def _first_count(tensors: Iterable[Any]) -> Tensor | None:
+def first_count(tensors: Iterable[Any]) -> Tensor | None:
+    """Return the write count of the first tensor that has one, or None."""
     counted = (x for x in tensors if isinstance(x, MCFTensor) and x._writes is not None)
     first = next(counted, None)
     return None if first is None else first._count
@@ -312,7 +313,7 @@ def selected(
 
     It continues the write count of the first operand that has one.
     """
-    count = _first_count(operands)
+    count = first_count(operands)
     writes = None if count is None or format.rounding != "balanced" else count.clone()
     return MCFTensor.of(components, format, role, own=True, writes=writes)
 

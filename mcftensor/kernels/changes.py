@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels import cpu
-from mcftensor.kernels.execute import OnDemand
 from mcftensor.kernels.cpp import GRAIN
+from mcftensor.kernels.execute import OnDemand
 from mcftensor.kernels.marks import bits_for, changed_elements, packed_bits, unpacked_bits
 from mcftensor.kernels.program import PATTERNS
 

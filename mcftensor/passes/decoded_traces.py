@@ -9,6 +9,7 @@ the format rounds: then an operation reads the rounded numbers.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -43,6 +44,13 @@ class State(NamedTuple):
     writes: Tensor | None
     first: int
     factor: _Factor | None
+
+    @property
+    def count(self) -> Tensor | None:
+        """The write count of the first element, which in a view is not that of its base."""
+        if self.writes is None or not self.first:
+            return self.writes
+        return moved(self.writes, self.first)
 
 
 NO_STATE = State(None, 0, None)
@@ -82,7 +90,7 @@ class Decoded:
     def __post_init__(self) -> None:
         self.errors: list[Exception] = []
         self.lost: set[tuple[int, int]] = set()  # results with a part that could not be computed
-        self.steps, self.last_use = _steps(self.trace, self.results)
+        self.steps, self.last_use, self._writes = _steps(self.trace, self.results)
         self.stages = self._usable_stages()
         self._made: dict[tuple[int, int], Sequence[Tensor]] = {}
         self._factors: dict[int, list[float]] = {}
@@ -252,10 +260,9 @@ class Decoded:
         calls: list[functools.partial[Any]] = []
         for i in self.results:
             states = self.states(i)
-            number = sum([x.target == i and not self.trace.is_note(x) for x in self.steps])
             counts = [x.writes for x in states if x.writes is not None]
-            if counts and number:
-                calls.append(functools.partial(torch._foreach_add_, counts, number))
+            if counts and i in self._writes:
+                calls.append(functools.partial(torch._foreach_add_, counts, self._writes[i]))
             for x, left in zip(states, self._left[i], strict=False):
                 if x.factor is not None:
                     calls.append(functools.partial(setattr, x.factor, "value", left))
@@ -271,7 +278,7 @@ class _Launched:
 
     def __init__(self, run: Decoded, rows: Rows, launches: Sequence[cpu.Launch]) -> None:
         self._run, self._rows = run, rows
-        self._size = sum(rows.lengths)
+        *self._starts, self._size = accumulate(rows.lengths, initial=0)
         self._scratch: dict[int | None, Tensor] = {}
         self._addresses: dict[int | None, list[list[int]]] = {}
         self._left: list[functools.partial[Any]] = []
@@ -285,8 +292,7 @@ class _Launched:
             self._left.append(execute.prepared(launch, rows.lengths, addresses, scalars, dtypes))
             if stage.then is not None:
                 flat = self._scratch[None]
-                function = getattr(torch, stage.then.single_name)
-                self._left.append(functools.partial(function, flat, out=flat))
+                self._left.append(functools.partial(stage.then_run, flat, out=flat))
 
     def commit(self) -> None:
         """Run the remaining kernels."""
@@ -308,7 +314,8 @@ class _Launched:
         if i not in self._addresses:
             if i is None or (not run.columns[i] and i not in run.results):
                 flat = self._scratch[i] = run.scratch()[: self._size]
-                self._addresses[i] = [Flat(flat, rows.lengths, ()).addresses()]
+                first, width = flat.data_ptr(), flat.element_size()
+                self._addresses[i] = [[first + width * x for x in self._starts]]
             else:
                 columns = run.components(i, rows)
                 self._addresses[i] = [list(map(Tensor.data_ptr, x)) for x in columns]
@@ -323,8 +330,8 @@ class _Launched:
             return self._product(*which)
         if kind == "count":
             i, before = which
-            counts = [(x.writes, x.first) for x in self._run.states(i)[own]]
-            return [moved(x, first).item() + before for x, first in counts if x is not None]
+            counts = [x.count for x in self._run.states(i)[own]]
+            return [x.item() + before for x in counts if x is not None]
         return self._run.columns[which[0]][0][own]
 
     def _factors(self, i: int, last: Stage) -> list[float]:
@@ -485,9 +492,9 @@ class _Computed:
             keys = list(self._numbers_of_rows(operation.key))
         elif format.takes_key:
             before = self._writes[i] - 1
-            for writes, first, _ in self._run.states(i)[rows.first : rows.stop]:
-                assert writes is not None
-                count = moved(writes, first)
+            for state in self._run.states(i)[rows.first : rows.stop]:
+                count = state.count
+                assert count is not None
                 keys.append(count + before if before else count)
         encode_columns(format, numbers, components, keys, start=rows.start)
 
@@ -536,8 +543,12 @@ def _is_one_number(column: Sequence[Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _steps(trace: Trace, results: tuple[int, ...]) -> tuple[tuple[Operation, ...], list[list[int]]]:
-    """Return the operations that results need, and for each the variables last used by it."""
+def _steps(
+    trace: Trace, results: tuple[int, ...]
+) -> tuple[tuple[Operation, ...], list[list[int]], Counter[int]]:
+    """Return the operations that results need, the variables last used by each, and the number of
+    writes to each variable.
+    """
     needed, steps = set(results), []
     for operation in reversed(trace.operations):
         if operation.target in needed:
@@ -550,4 +561,5 @@ def _steps(trace: Trace, results: tuple[int, ...]) -> tuple[tuple[Operation, ...
         seen |= own
         last.append(sorted(own))
     last.reverse()
-    return tuple(steps), last
+    writes = Counter(x.target for x in steps if not trace.is_note(x))
+    return tuple(steps), last, writes

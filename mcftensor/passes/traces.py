@@ -90,6 +90,7 @@ class Trace:
 
     Attributes:
         begun: keys of operations on tensors that entered after the first ones.
+        goes_on: those of these keys that belong to this trace, as the tape found when it ended.
         variables: the variables that operations read and write.
         widths: the number of initial columns of each variable.
         width: the number of initial columns of all variables.
@@ -116,19 +117,7 @@ class Trace:
         self.is_full = bool(limits) and len(operations) >= min(limits)
         self.is_of_terms = any(x.format.arithmetic == "terms" for x in operations)
         self.made: dict[Hashable, Any] = {}
-        self._goes_on: set[Hashable] = set()
-
-    def ends_before(self, key: Hashable) -> bool:
-        """Whether an operation on other tensors begins another trace.
-
-        It does if this trace has already begun with other tensors for the key, unless
-        `goes_on_with` recorded that they belong together.
-        """
-        return key in self.begun and key not in self._goes_on
-
-    def goes_on_with(self, key: Hashable) -> None:
-        """Record that operations with this key belong to this trace."""
-        self._goes_on.add(key)
+        self.goes_on: set[Hashable] = set()
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the object derived from the trace and a key, made once."""

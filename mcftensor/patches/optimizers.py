@@ -206,8 +206,13 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
 
     def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if _is_fused(self, step):
-            return step(self, *args, **kwargs)
-        return _taken(self, functools.partial(step, self), args, kwargs)
+            result = step(self, *args, **kwargs)
+        else:
+            result = _taken(self, functools.partial(step, self), args, kwargs)
+        plan = self.__dict__.get("_collage")
+        if plan is not None and plan.has_new:
+            plan.apply_to_new(self)
+        return result
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if has_expansions(self):

@@ -144,7 +144,9 @@ class ComponentTensor(torch.Tensor):
     @property
     def _count(self) -> Tensor | None:
         """The write count of the first element, from which balanced rounding continues."""
-        return None if self._writes is None else moved(self._writes, self._first)
+        if self._writes is None or not self._first:
+            return self._writes
+        return moved(self._writes, self._first)
 
     @property
     def components(self) -> tuple[Tensor, ...]:

@@ -148,7 +148,9 @@ class Tape:
         """
         latest = self._latest.get(kind)
         if latest is not None and latest.trace is not EMPTY:
-            if not (latest.trace.is_full or latest.trace.ends_before(key)):
+            trace = latest.trace
+            begins_anew = key in trace.begun and key not in trace.goes_on
+            if not (trace.is_full or begins_anew):
                 return latest
             latest.followed_by = key
         self._make_room()
@@ -181,7 +183,7 @@ class Tape:
         *others, last = sorted(strands, key=lambda x: x.number)
         for x in others:
             if x.next is last:
-                x.trace.goes_on_with(x.followed_by)
+                x.trace.goes_on.add(x.followed_by)
             x.run()
 
     def run(self) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -24,7 +23,6 @@ from mcftensor.patches.optimizers import (
     have_states_made_by_plan,
     is_of_torch,
     parameters_of,
-    untraced,
 )
 from mcftensor.patches.table import calls
 from mcftensor.tensor.components import any_format_of, format_of
@@ -228,7 +226,7 @@ class CollagePlan:
         self.given = mode
         self.others: Any = _OWN if mode == "full" else _AS_IT_IS  # of states that are not named
         self.unchecked: set[str] = set()
-        self.formatted: list[int] = []  # identities of states
+        self.has_new = False  # whether a step of torch's has made states since `apply`
         if isinstance(mode, Mapping):
             self.named = {name: _format_given(name, given, formats) for name, given in mode.items()}
             known = {name for state in optimizer.state.values() for name in state}
@@ -248,15 +246,10 @@ class CollagePlan:
 
     def attach(self, optimizer: Optimizer) -> None:
         """Have the mode reach states that come later."""
-        is_stock = breaks_graphs(optimizer)
-
-        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            untraced(self.apply_to_new, optimizer) if is_stock else self.apply(optimizer)
-
-        self.handles = (
-            optimizer.register_step_post_hook(after_step),
-            optimizer.register_load_state_dict_post_hook(self.apply),
-        )
+        self.handles = [optimizer.register_load_state_dict_post_hook(self.apply)]
+        if not breaks_graphs(optimizer):  # torch's steps tell when they have made states
+            apply = self.apply
+            self.handles.append(optimizer.register_step_post_hook(lambda own, *_: apply(own)))
         have_states_made_by_plan(type(optimizer))
 
     def make_states(
@@ -279,6 +272,7 @@ class CollagePlan:
                 continue
             unused = [[] if isinstance(a, list) else a for a in args]
             initialize(optimizer, {**group, "params": [p]}, *unused, **kwargs)
+            self.has_new |= bool(states[p]) or (is_sgd and bool(group["momentum"]))
             self.convert(p, format, states[p])
             # SGD makes its buffer from the first gradient, plain: give it a zero to add that to.
             # With dampening the two are not the same.
@@ -303,12 +297,9 @@ class CollagePlan:
                 self.convert(p, format, state)
 
     def apply_to_new(self, optimizer: Optimizer) -> None:
-        """Convert new states of torch's optimizers, which keep the tensors that they have made."""
-        made = [state.values() for state in optimizer.state.values() if type(state) is dict]
-        found = list(map(id, itertools.chain.from_iterable(made)))
-        if found != self.formatted:
-            self.apply(optimizer)
-            self.formatted = found
+        """Convert what a step of torch's has made that was not converted at once."""
+        self.has_new = False
+        self.apply(optimizer)
 
     def _wanted(self, name: str, p: Tensor, own: Format, names: Collection[str]) -> Any:
         """Return the conversion of a state, given the names of the others."""

@@ -17,7 +17,7 @@ from torch import Tensor
 import mcftensor as mcf
 from mcftensor import kernels
 from mcftensor.formats import PLAIN
-from mcftensor.kernels import Body, Columns, cpu, cuda, eager, execute
+from mcftensor.kernels import Body, Columns, cuda, eager, execute
 from mcftensor.kernels.program import Program
 from mcftensor.passes import expansion
 from mcftensor.passes.expressions import Expression, Operand, carry_out, empty
