@@ -87,7 +87,7 @@ class Stage:
 
     Attributes:
         then: the operation that follows; its operand is one more output.
-        then_run: PyTorch's function of that operation.
+        then_run: PyTorch's function of that operation, or None.
         vectors: the variables to read; None is the result of the preceding operation.
         scalars: the scalars to read.
         stored: the variables to write.
@@ -104,7 +104,7 @@ class Stage:
         before: Stage | None,
     ) -> None:
         self.then, self._trace, self._operations = then, trace, operations
-        self.then_run = None if then is None else getattr(torch, then.single_name)
+        self.then_run: Callable[..., Any] | None = then and getattr(torch, then.single_name)
         self._entered = before.then if before else None
         changing = [x for x in operations if not trace.is_note(x)]
         changing += [self._entered] if self._entered else []

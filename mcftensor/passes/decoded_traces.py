@@ -45,9 +45,8 @@ class State(NamedTuple):
     first: int
     factor: _Factor | None
 
-    @property
-    def count(self) -> Tensor | None:
-        """The write count of the first element, which in a view is not that of its base."""
+    def counted(self) -> Tensor | None:
+        """Return the write count of the first element, which in a view is not that of its base."""
         if self.writes is None or not self.first:
             return self.writes
         return moved(self.writes, self.first)
@@ -284,13 +283,13 @@ class _Launched:
         self._left: list[functools.partial[Any]] = []
         for stage, launch in zip(run.stages, launches, strict=True):
             addresses = [x for i in (*stage.vectors, *stage.stored) for x in self._places(i)]
-            if stage.then is not None:
+            if stage.then_run is not None:
                 addresses += self._places(None)
             addresses += execute.addresses_of(run.marks(stage, rows))
             scalars = list(map(self._scalar, stage.scalars))
             dtypes = stage.signature.scalars
             self._left.append(execute.prepared(launch, rows.lengths, addresses, scalars, dtypes))
-            if stage.then is not None:
+            if stage.then_run is not None:
                 flat = self._scratch[None]
                 self._left.append(functools.partial(stage.then_run, flat, out=flat))
 
@@ -330,7 +329,7 @@ class _Launched:
             return self._product(*which)
         if kind == "count":
             i, before = which
-            counts = [x.count for x in self._run.states(i)[own]]
+            counts = [x.counted() for x in self._run.states(i)[own]]
             return [x.item() + before for x in counts if x is not None]
         return self._run.columns[which[0]][0][own]
 
@@ -493,7 +492,7 @@ class _Computed:
         elif format.takes_key:
             before = self._writes[i] - 1
             for state in self._run.states(i)[rows.first : rows.stop]:
-                count = state.count
+                count = state.counted()
                 assert count is not None
                 keys.append(count + before if before else count)
         encode_columns(format, numbers, components, keys, start=rows.start)
