@@ -105,22 +105,22 @@ def _at_once(name: str, *, in_place: bool) -> Shortcut:
         if keywords and keywords != (keyword,):
             return NotImplemented
         operands = (*args, *kwargs.values())
+        is_of_terms = True
         for x in operands:
             kind = type(x)
             if kind is MCFTensor:
-                if x._format.arithmetic != "terms":
-                    return NotImplemented
+                is_of_terms = is_of_terms and x._format.arithmetic == "terms"
             elif kind not in _NUMBERS and not (
                 kind in _PLAIN and x.layout is torch.strided and not x.is_neg()
             ):
                 return NotImplemented
         columns = [[x] for x in operands]
         with torch._C.DisableTorchFunctionSubclass():
-            if not in_place:
+            if not in_place and (is_of_terms or computes_plainly(operands)):
                 (result,) = evaluate_rows(name, columns, keywords, 1, is_eager=True)
-                return NotImplemented if result is None else result
+                return on_leading(func, args, kwargs) if result is None else result
             target = args[0]
-            is_ours = type(target) is MCFTensor
+            is_ours = in_place and is_of_terms and type(target) is MCFTensor
             if not is_ours or not _evaluated_in_place(name, columns, keywords, is_eager=True):
                 return NotImplemented
             torch._C._increment_version([target])
