@@ -470,7 +470,8 @@ def _carry_out(
                     new.copy_(held.loaded)
             if seen is not None:
                 seen(held, new)
-            _exchange(x, new, held.role)
+            with torch._C.DisableTorchFunctionSubclass():
+                _exchange(x, new, held.role)
             if memory is not None:
                 first.setdefault(memory, x)
     if KEPT:

@@ -20,8 +20,16 @@ from mcftensor.dispatch.collectives import carried
 from mcftensor.formats import Format
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.patches.table import calls
-from mcftensor.tensor.checks import check_components, check_writes, normalized
-from mcftensor.tensor.components import any_format_of, format_of, local, on_local, placed_like
+from mcftensor.tensor.components import (
+    any_format_of,
+    check_components,
+    check_writes,
+    format_of,
+    local,
+    normalized,
+    on_local,
+    placed_like,
+)
 from mcftensor.tensor.dtensor import place_of
 from mcftensor.tensor.tensor import MCFTensor
 

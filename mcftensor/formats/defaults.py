@@ -11,7 +11,6 @@ from mcftensor.arithmetic.base_types import BASES, NARROW
 from mcftensor.formats.expansion_format import ExpansionFormat, bf16x2, bf16x3
 from mcftensor.formats.format import Format
 from mcftensor.formats.integer_tails import bf16i16
-from mcftensor.kernels.without_float64 import widest
 
 _LARGE = 0.75
 """Root mean square of weights above which two terms are too coarse. It is above the root mean
@@ -51,7 +50,7 @@ def format_of_weights(x: Tensor, lr: float | None = None) -> ExpansionFormat:
     by_shape = default_format(x.shape)
     if x.is_meta or type(x) not in (Tensor, torch.nn.Parameter) or not x.numel():
         return by_shape
-    some = _some_of(x.detach()).cpu().to(widest())  # some devices have no float64
+    some = _some_of(x.detach()).cpu().float()  # what overflows is large, too
     size = float(torch.linalg.vector_norm(some)) / math.sqrt(some.numel())
     is_large = size > (_LARGE if lr is None else lr * _UPDATES)
     return bf16x3 if is_large else by_shape

@@ -19,7 +19,7 @@ from mcftensor.checkpoint.checkpoint_error import CheckpointError, extra, some
 from mcftensor.checkpoint.open_checkpoint import Checkpoint
 from mcftensor.checkpoint.open_checkpoint import tensors as tensors_of
 from mcftensor.tensor import text_tables
-from mcftensor.tensor.checks import check_components
+from mcftensor.tensor.components import check_components
 from mcftensor.tensor.tensor import MCFTensor
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcftensor.patches.table import by_name, calls, patch, row
+from mcftensor.patches.table import calls, patch, row
 from mcftensor.tensor.components import Role, any_format_of, format_of, local
 from mcftensor.tensor.implicit_rounding import saying_itself
 from mcftensor.tensor.step_tensors import PendingTensor, TapedTensor, resolved
@@ -82,14 +82,17 @@ def as_held(is_parameter: bool, x: Tensor, role: Role, requires_grad: bool) -> T
     loss="swap_tensors may refuse tensors that a step has just written; read them before.",
     takes=("t1", "t2"),
 )
-@by_name
-def _off_the_tape(swap: Callable[[], Any], given: dict[str, Any]) -> Any:
-    for x in (given["t1"], given["t2"]):
-        if isinstance(x, TapedTensor):
-            x.materialize()
-        elif isinstance(x, PendingTensor):
-            resolved(x)
-    return swap()
+def _off_the_tape(swap: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(swap)
+    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+        for x in (t1, t2):
+            if isinstance(x, TapedTensor):
+                x.materialize()
+            elif isinstance(x, PendingTensor):
+                resolved(x)
+        swap(t1, t2)
+
+    return swap_tensors
 
 
 @patch(
@@ -187,11 +190,14 @@ def without_weight_references(module: nn.Module) -> Iterator[None]:
     "converted afterwards.",
     takes=("self", "state_dict"),
 )
-@by_name
-def _finding_terms(load: Callable[[], Any], given: dict[str, Any]) -> Any:
-    if isinstance(given["state_dict"], Mapping):
-        given["state_dict"] = calls.before_loading(given["self"], given["state_dict"])
-    return load()
+def _finding_terms(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(state_dict, Mapping):
+            state_dict = calls.before_loading(self, state_dict)
+        return load(self, state_dict, *args, **kwargs)
+
+    return load_state_dict
 
 
 @patch(
@@ -202,16 +208,26 @@ def _finding_terms(load: Callable[[], Any], given: dict[str, Any]) -> Any:
     "load_state_dict.",
     takes=("self", "state_dict", "prefix", "local_metadata"),
 )
-@by_name
-def _telling_what_is_loaded(load: Callable[[], None], given: dict[str, Any]) -> None:
-    module = given["self"]
-    own = (*module._parameters.values(), *module._buffers.values())
-    if all(x is None or any_format_of(x) for x in own):  # nothing that would be rounded
-        load()
-        return
-    saying_itself(load)
-    if not given["local_metadata"].get("assign_to_params_buffers", False):
-        calls.after_loading(module, given["state_dict"], given["prefix"])
+def _telling_what_is_loaded(load: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(load)
+    def load_own(
+        self: nn.Module,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        loading = functools.partial(load, self, state_dict, prefix, local_metadata, *args, **kwargs)
+        own = (*self._parameters.values(), *self._buffers.values())
+        if all(x is None or any_format_of(x) for x in own):  # nothing that would be rounded
+            loading()
+            return
+        saying_itself(loading)
+        if not local_metadata.get("assign_to_params_buffers", False):
+            calls.after_loading(self, state_dict, prefix)
+
+    return load_own
 
 
 @patch(

@@ -15,8 +15,7 @@ from mcftensor.formats.format import named
 from mcftensor.kernels.columns import on_device
 from mcftensor.kernels.without_float64 import PIECES, has_float64, widest
 from mcftensor.passes.format_conversion import of_number
-from mcftensor.tensor.checks import check_components, check_writes, normalized
-from mcftensor.tensor.components import Role
+from mcftensor.tensor.components import Role, check_components, check_writes, normalized
 from mcftensor.tensor.fsdp_hooks import GatheredTensor
 from mcftensor.tensor.pickling import PickledTensor
 from mcftensor.tensor.readable_values import ReadableTensor

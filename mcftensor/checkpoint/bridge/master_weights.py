@@ -29,7 +29,7 @@ from mcftensor.checkpoint.bridge.entries import CHUNK_SIZE, Contents, Entry, Gro
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.formats import PLAIN, Format
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.checks import normalized
+from mcftensor.tensor.components import normalized
 
 States = dict[str, Any]
 
