@@ -44,7 +44,7 @@ from mcftensor.patches.objects import (
     remove_load_hook,
     without_weight_references,
 )
-from mcftensor.patches.optimizers import STEPS
+from mcftensor.patches.optimizers import CHECKED, STEPS
 from mcftensor.scaling.rule_table import rule
 from mcftensor.scaling.scaled_models import unscaled
 from mcftensor.tensor import MCFTensor
@@ -53,9 +53,6 @@ from mcftensor.training.gradient_hooks import GradientHook
 
 M = TypeVar("M", bound=nn.Module)
 Overrides = Mapping[str, Format | str | None]
-
-latest_conversion = 0
-"""The number of the latest conversion of a module, by which others notice that one was."""
 
 _converted: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 """Modules with expansions, and the names of what overrides leave as it is."""
@@ -451,7 +448,6 @@ def _carry_out(
 ) -> None:
     """Exchange the contents of tensors, plain ones for such of a dtype, or of their base, and those
     that were loaded from expansions for these."""
-    global latest_conversion  # noqa: PLW0603
     with without_weight_references(module):
         _detach_recomputed(module)
         for held in changed:
@@ -477,8 +473,8 @@ def _carry_out(
     if KEPT:
         forget(module)
     if changed or where == "as_expansion":
-        latest_conversion += 1
         STEPS.clear()
+        CHECKED.clear()
 
 
 def _detach_recomputed(module: nn.Module) -> None:

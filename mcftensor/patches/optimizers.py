@@ -123,6 +123,8 @@ STEPS: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """The steps of optimizers since one that had states to look at. A conversion of a module clears
 it."""
 
+CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers whose parameters were looked at since the latest conversion of a module."""
 
 WATCHING: weakref.WeakSet[Any] = weakref.WeakSet()
 """Handles that look at each optimizer before its step, and may raise: `OrderFree`."""

@@ -24,6 +24,7 @@ from mcftensor.checkpoint.module_hooks import KEPT, rounded
 from mcftensor.formats import Format
 from mcftensor.kernels.block_scales import BLOCK_SIZE, block_max, spread
 from mcftensor.patches.optimizers import (
+    CHECKED,
     STEPS,
     has_expansions,
     looked_at,
@@ -117,8 +118,6 @@ calls.before_step = _before_step
 
 _over_expansions: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have stepped expansions."""
-_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-"""Optimizers, and the latest conversion of a module when they were looked at."""
 _told: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
 
 
@@ -136,7 +135,7 @@ def warn_of_plain_parameters(optimizer: Optimizer) -> None:
             "after load_state_dict, or before it; if plain weights are meant, mcf.as_plain(model)",
             PlainParameterWarning,
         )
-    if _checked.get(optimizer) != convert.latest_conversion and (left := _left_plain(optimizer)):
+    if optimizer not in CHECKED and (left := _left_plain(optimizer)):
         warn(
             f"{name} has stepped expansions, and {some(left, 1)} are plain "
             f"{next(iter(left.values())).dtype} since mcf.as_plain(model), which converts in "
@@ -172,7 +171,7 @@ def _left_plain(optimizer: Optimizer) -> dict[str, Tensor]:
     names = convert.left_expansions() if had_expansions else {}
     if has_expansions(optimizer):
         _over_expansions.add(optimizer)
-    _checked[optimizer] = convert.latest_conversion
+    CHECKED.add(optimizer)
     own = ((names.get(id(p)), p) for p in parameters_of(optimizer))
     return {name: p for name, p in own if name is not None and format_of(p) is None}
 
