@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -203,17 +204,27 @@ def _sums_gradients(optimizer: Optimizer) -> bool:
     )
 
 
+def _identities(optimizer: Optimizer) -> list[int]:
+    """Return the identities of all states. torch's optimizers keep the tensors that they make."""
+    states = [state.values() for state in optimizer.state.values() if type(state) is dict]
+    return list(map(id, itertools.chain.from_iterable(states)))
+
+
 def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step within which expansion parameters act as their decoded numbers."""
+    name = inspect.unwrap(step).__qualname__.partition(".")[0]
+    is_torchs = is_of_torch(step) and name in _BREAKING
 
     def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if _is_fused(self, step):
             result = step(self, *args, **kwargs)
         else:
             result = _taken(self, functools.partial(step, self), args, kwargs)
-        plan = self.__dict__.get("_collage")
-        if plan is not None and plan.has_new:
-            plan.apply_to_new(self)
+        if (plan := self.__dict__.get("_collage")) is not None and is_torchs:
+            found = _identities(self)
+            if found != plan.formatted:
+                plan.apply(self)
+                plan.formatted = found
         return result
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +235,7 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
         return step(self, *args, **kwargs)
 
     chosen = choose
-    if is_of_torch(step) and inspect.unwrap(step).__qualname__.partition(".")[0] in _BREAKING:
+    if is_torchs:
         # Nor is the choice compiled, to which every parameter would be an input.
         chosen = torch._disable_dynamo(choose, recursive=False)
         chosen._breaks_graphs = True  # type: ignore[attr-defined]

@@ -226,7 +226,7 @@ class CollagePlan:
         self.given = mode
         self.others: Any = _OWN if mode == "full" else _AS_IT_IS  # of states that are not named
         self.unchecked: set[str] = set()
-        self.has_new = False  # whether a step of torch's has made states since `apply`
+        self.formatted: list[int] = []  # identities of states, which torch's steps compare
         if isinstance(mode, Mapping):
             self.named = {name: _format_given(name, given, formats) for name, given in mode.items()}
             known = {name for state in optimizer.state.values() for name in state}
@@ -247,7 +247,7 @@ class CollagePlan:
     def attach(self, optimizer: Optimizer) -> None:
         """Have the mode reach states that come later."""
         self.handles = [optimizer.register_load_state_dict_post_hook(self.apply)]
-        if not breaks_graphs(optimizer):  # torch's steps tell when they have made states
+        if not breaks_graphs(optimizer):  # torch's own steps see themselves what is new
             apply = self.apply
             self.handles.append(optimizer.register_step_post_hook(lambda own, *_: apply(own)))
         have_states_made_by_plan(type(optimizer))
@@ -272,7 +272,6 @@ class CollagePlan:
                 continue
             unused = [[] if isinstance(a, list) else a for a in args]
             initialize(optimizer, {**group, "params": [p]}, *unused, **kwargs)
-            self.has_new |= bool(states[p]) or (is_sgd and bool(group["momentum"]))
             self.convert(p, format, states[p])
             # SGD makes its buffer from the first gradient, plain: give it a zero to add that to.
             # With dampening the two are not the same.
@@ -295,11 +294,6 @@ class CollagePlan:
             format = format_of(p)
             if state and format is not None:
                 self.convert(p, format, state)
-
-    def apply_to_new(self, optimizer: Optimizer) -> None:
-        """Convert what a step of torch's has made that was not converted at once."""
-        self.has_new = False
-        self.apply(optimizer)
 
     def _wanted(self, name: str, p: Tensor, own: Format, names: Collection[str]) -> Any:
         """Return the conversion of a state, given the names of the others."""

@@ -179,6 +179,17 @@ def test_holds_for_momentum_that_is_given_up_and_made_anew():
     assert kinds(optimizer) == {"momentum_buffer": "expansion"}
 
 
+@pytest.mark.parametrize("path", ["fused", "for-loop"])
+@pytest.mark.parametrize("make", [lambda x: None, lambda x: torch.zeros(x.shape).to(x.dtype)])
+def test_holds_for_states_that_are_replaced(make, path):
+    model, optimizer = build(path, "full", torch.optim.SGD, momentum=0.9, dampening=0.1)
+    train(model, optimizer)
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = make(state["momentum_buffer"])
+    train(model, optimizer, steps=1)
+    assert kinds(optimizer) == {"momentum_buffer": "expansion"}
+
+
 def test_plain_parameters_are_left_alone():
     model = mcf.as_expansion(small_model(), overrides={"0.weight": None})
     optimizer = mcf.collage(torch.optim.AdamW(model.parameters()), "light")
