@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mcftensor as mcf
+from mcftensor.tensor import step_context
 
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.UninitializedParameter)
@@ -141,4 +142,5 @@ def no_float64(*, of_all: bool = True) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, mcf.without_float64(), _Watch(of_all):
         # The library takes the ways that it takes where nobody looks on.
         patch.setattr(torch._C, "_len_torch_dispatch_stack", seen)
+        patch.setattr(step_context, "_count_modes", seen)
         yield
