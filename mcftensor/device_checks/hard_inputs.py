@@ -41,7 +41,8 @@ def full_bits(dtype: torch.dtype, name: str, *shape: int) -> Tensor:
     significands = ((z >> 8) & (2 ** (bits - 1) - 1)) + 2 ** (bits - 1)
     exponents = (z & 15) % 12 - 6 - (bits - 1)
     signs = 1 - 2 * ((z >> 4) & 1)
-    return (signs * significands * torch.exp2(exponents.double())).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return ((signs * significands).to(wide) * torch.exp2(exponents.to(wide))).to(dtype)
 
 
 def hard_terms(format: ExpansionFormat, name: str, *shape: int) -> list[Tensor]:

@@ -20,7 +20,7 @@ from mcftensor.arithmetic.base_types import BASES
 from mcftensor.device_checks.hard_inputs import any_bits, full_bits, hard_terms
 from mcftensor.formats import FORMATS, ExpansionFormat, Format, bf16x2, named
 from mcftensor.kernels.program import PATTERNS
-from mcftensor.kernels.without_float64 import has_float64, without_float64
+from mcftensor.kernels.without_float64 import has_float64, widest, without_float64
 from mcftensor.passes.expressions import Expression, Operand, carry_out
 from mcftensor.passes.format_conversion import decode_columns, encode_columns
 from mcftensor.tensor.tensor import MCFTensor
@@ -232,7 +232,7 @@ def _encoded(format: Format, dtype: torch.dtype, device: torch.device) -> Iterab
 
 
 def _decoded(format: Format, device: torch.device) -> Iterable[Tensor]:
-    components = [x.to(device) for x in _encoded(format, torch.float64, torch.device("cpu"))]
+    components = [x.to(device) for x in _encoded(format, widest(), torch.device("cpu"))]
     numbers = torch.empty_like(components[0], dtype=torch.float32)
     decode_columns(format, [[x] for x in components], [numbers])
     return [numbers]
