@@ -22,6 +22,7 @@ from mcftensor.dispatch.write_results import (
     without_results,
     written_to,
 )
+from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.tensor import GradientTensor, MCFTensor
 from mcftensor.tensor.implicit_rounding import rounding
 
@@ -133,7 +134,9 @@ def _wide_for(
     if precision > BASES[torch.float64].precision:
         return None
     is_short = dtype.itemsize <= 4 and precision <= BASES[torch.float32].precision
-    return torch.float32 if is_short else torch.float64
+    if is_short:
+        return torch.float32
+    return torch.float64 if has_float64(targets[0].device) else None
 
 
 def _precision(x: MCFTensor) -> int:

@@ -395,6 +395,8 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
 
 def _as_integers(x: MCFTensor, dtype: torch.dtype) -> Tensor:
     """Return numbers without their fractions, as the sum of terms that are integers."""
+    if x._format.arithmetic == "numbers":
+        return x._collapsed(x._format.result.dtype).to(dtype)
     if dtype == torch.bool:
         return x._component0 != 0
     whole = cast(MCFTensor, torch.trunc(x))

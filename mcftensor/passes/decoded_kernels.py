@@ -252,4 +252,4 @@ def _depends(x: Operation, earlier: Operation) -> bool:
 
 
 def _dtype(asked: Asked) -> torch.dtype:
-    return torch.int64 if asked[0] in _WHOLE else torch.float64
+    return torch.int64 if asked[0] in _WHOLE else torch.float32

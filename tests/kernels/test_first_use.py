@@ -179,6 +179,7 @@ def scale(x, *numbers):
     return outputs
 
 
+@pytest.mark.with_float64("its kernel computes in float64")
 def test_each_way_to_lie_is_tried_once(compute, tried):
     x, there = torch.randn(70), torch.tensor(0.3, dtype=torch.float64)
 

@@ -107,6 +107,7 @@ def of_truths(vectors, scalars, index):
     return [x & y, x | y, x * y, x + y, x != y, x == y, z, torch.where(x, True, y), x & True]
 
 
+@pytest.mark.with_float64("its bits of 64 are those of float64")
 def test_truth_values(kernels):
     for length in (7, 1027):
         vectors = [of_all_bits(dtype, length) for dtype in (torch.float32, torch.float64)]
@@ -114,6 +115,7 @@ def test_truth_values(kernels):
         same_bits(kernels, of_truths, results[:2], [torch.bool] * 9)
 
 
+@pytest.mark.with_float64("float64 is among the types")
 @pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("source", [*EVERY, torch.uint16], ids=str)
 def test_conversions(kernels, source):
@@ -127,7 +129,10 @@ def test_conversions(kernels, source):
         same_bits(kernels, lambda xs, *_: [xs[0].to(x) for x in targets], vectors, targets)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "size",
+    [1, 2, 4, pytest.param(8, marks=pytest.mark.with_float64("float64 is among the types"))],
+)
 def test_patterns_in_another_type(kernels, size):
     """Those of NaNs too, which stay as they are."""
     dtypes = [x for x in (*EVERY, torch.uint16) if x.itemsize == size and x != torch.bool]
@@ -159,6 +164,7 @@ def test_memory_beyond_the_ends_is_not_touched(dtype, at_end):
             assert torch.equal(got, wanted)
 
 
+@pytest.mark.with_float64("an operand is of it")
 def test_results_are_stored_in_the_types_of_outputs(kernels):
     x, y = torch.randn(1027), torch.randn(1027, dtype=torch.float64)
     same_bits(kernels, lambda xs, *_: [xs[0] + xs[1]] * 2, [x, y], [torch.bfloat16, torch.float16])

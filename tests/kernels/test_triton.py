@@ -201,6 +201,7 @@ def scaled(x, scalar):
     return [output]
 
 
+@pytest.mark.with_float64("its kernel computes in float64")
 def test_a_number_is_a_scalar():
     x = torch.randn(1501)
     for number in (0.1, -0.0, 2.0**-1060, float("nan")):
@@ -209,6 +210,7 @@ def test_a_number_is_a_scalar():
         assert_same_bits(got, there)
 
 
+@pytest.mark.with_float64("its kernel computes in float64")
 def test_a_changed_scalar_on_the_device_is_read_anew():
     x, scalar = torch.randn(1501), torch.tensor(2.0, dtype=torch.float64)
     with way("triton"):
@@ -281,6 +283,7 @@ def made(monkeypatch):
     return tables
 
 
+@pytest.mark.with_float64("its kernel computes in float64")
 def test_tables_are_kept_but_for_numbers(launch, made):
     """Which may be others at each step, as with a schedule of learning rates."""
     for number in range(1, 30):
@@ -289,6 +292,7 @@ def test_tables_are_kept_but_for_numbers(launch, made):
     assert sum(table() is not None for table in made) == len(cuda._TABLES.kept) == 2
 
 
+@pytest.mark.with_float64("its kernel computes in float64")
 def test_tables_of_a_graph_are_its_own(launch, made, monkeypatch):
     """They are filled when it is replayed, and what PyTorch allocates meanwhile stays as long."""
     launch(2.0)
@@ -330,7 +334,7 @@ def test_so_many_kernels_are_kept(launch, monkeypatch):
     monkeypatch.setattr(cuda, "_Kernel", spy)
     kernel_of = functools.lru_cache(maxsize=2)(cuda._kernel.__wrapped__)
     monkeypatch.setattr(cuda, "_kernel", kernel_of)
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int32):
         x = torch.ones(5, dtype=dtype)
         run_one(twice, [x], [], [x])
         assert (x == 2).all()

@@ -743,6 +743,7 @@ def test_devices_say_whether_they_have_float64(monkeypatch):
         assert found("xpu", 0) == has_fp64
 
 
+@pytest.mark.with_float64("it enters and leaves the mode itself")
 def test_the_mode_is_of_the_thread_and_nests():
     seen = []
 

@@ -193,6 +193,7 @@ def test_large_elements_that_meet_small_ones(format):
             assert abs(got - expected) <= size * 16 / 2**format.precision
 
 
+@pytest.mark.with_float64("the format is fp64x2")
 def test_zeros_of_triangles_are_no_exact_sums(monkeypatch):
     monkeypatch.setattr(products, "exact_dots", None)
     x, y = (sample(mcf.fp64x2, 20, 20, seed=i).tril() for i in range(2))
