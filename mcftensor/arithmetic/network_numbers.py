@@ -71,7 +71,7 @@ class Terms(Number):
         leading = self.floats[0]
         kind = Network(leading.dtype, len(self.floats))
         if not isinstance(x, Pieces | Tensor) and not has_float64(leading.device):
-            x = Pieces(*[y.to(leading.device) for y in pieces(x)])
+            x = pieces(x, leading.device)
         if isinstance(x, Pieces):
             return kind.of(x[:2] if kind == Network(torch.float32, 2) else x)
         if not isinstance(x, Tensor):

@@ -87,14 +87,14 @@ class Pieces(NamedTuple):
     rest: Tensor
 
 
-def pieces(x: float) -> Pieces:
+def pieces(x: float, device: torch.device | str = "cpu") -> Pieces:
     """Return a Python number as float32 terms. The first two are the nearest number of two."""
-    high = _nearest(x)
-    if not math.isfinite(high):
-        return Pieces(_tensor(high), _tensor(0.0), _tensor(0.0))
-    total = high + _nearest(x - high)
-    high = _nearest(total)
-    return Pieces(_tensor(high), _tensor(total - high), _tensor(x - total))
+    terms = [_nearest(x), 0.0, 0.0]
+    if math.isfinite(terms[0]):
+        total = terms[0] + _nearest(x - terms[0])
+        high = _nearest(total)
+        terms = [high, total - high, x - total]
+    return Pieces(*[torch.scalar_tensor(y, dtype=torch.float32, device=device) for y in terms])
 
 
 PIECES = "fp32x3"
@@ -106,10 +106,6 @@ PAIR = "fp32x2"
 
 _BITS, _SMALLEST_EXPONENT, _OVERFLOW = 24, -125, 2.0**128
 """Of float32, with exponents as those of `math.frexp`."""
-
-
-def _tensor(x: float) -> Tensor:
-    return torch.scalar_tensor(x, dtype=torch.float32, device="cpu")
 
 
 def _nearest(x: float) -> float:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcftensor.kernels.without_float64 import widest
 from mcftensor.patches.table import by_name, row
 from mcftensor.tensor.components import format_of, local, placed_like
 from mcftensor.tensor.shard_exchange import Division
@@ -266,7 +267,8 @@ def mean_over_ranks(parameters: Iterable[Any], function: Callable[..., Any]) -> 
     @functools.wraps(function)
     def mean(*args: Any, **kwargs: Any) -> Any:
         loss = function(*args, **kwargs)
-        total = torch.as_tensor(loss, dtype=torch.float64, device=mesh.device_type).detach().clone()
+        device = torch.device(mesh.device_type)
+        total = torch.as_tensor(loss, dtype=widest(device), device=device).detach().clone()
         for axis in range(mesh.ndim):
             dist.all_reduce(total, group=mesh.get_group(axis))
         total /= mesh.size()
