@@ -172,6 +172,7 @@ WORK = {
     "new numbers": lambda f: made(f).new_tensor([[0.1, 0.2], [0.3, torch.inf]]),
     "identity": lambda f: nn.init.eye_(made(f)),
     "random numbers": lambda f: [getattr(made(f), name)() for name in DRAWS],
+    "plain targets": lambda f: torch._foreach_add_([torch.rand(8, 32).add_(made(f))], [made(f)]),
     "sparse rows": lambda f: made(f).add_(sparse(), alpha=0.1),
     "equations": lambda f: torch.linalg.solve(square(f), made(f)[:3, :2]),
     "inverse": lambda f: torch.linalg.inv(square(f)),
@@ -543,6 +544,7 @@ def metered(format, make, **options):
     return [-1 if x is None else x for x in tree_leaves([meter.history, meter.states])]
 
 
+@pytest.mark.with_float64("it compares figures of both")
 @pytest.mark.parametrize(
     "format",
     [
@@ -774,6 +776,7 @@ def test_compiled_kernels_have_the_bits_of_eager_ones(format):
         assert torch.equal(x, y)
 
 
+@pytest.mark.with_float64("it compares with a table of float64")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("name", ["SparseAdam", "Adagrad"])
 def test_sparse_gradients_in_long_states(name):
