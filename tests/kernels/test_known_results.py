@@ -81,7 +81,7 @@ def test_the_report_has_twenty_lines(capsys):
     assert found[0].startswith("cpu: ")
     assert all(x.startswith(("  ok  ", "  -   ")) for x in found[1:-1])
     assert sum("digest of a backward pass" in x for x in found) == 1
-    count = 164 if has_float64() else 129
+    count = 164 if has_float64() else 132
     assert found[-1].startswith(f"{count} checks passed on cpu in ")
 
 
