@@ -169,16 +169,32 @@ def erfc(x: Terms) -> Terms:
     return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
 
 
-def gelu(x: Terms) -> Terms:
-    """x times the normal distribution function of x: x erfc(-x / sqrt(2)) / 2."""
+def ndtr(x: Terms) -> Terms:
+    """The normal distribution function: erfc(-x / sqrt(2)) / 2."""
     terms, leading = len(x), x[0]
-    m, bits, end = terms + 1, bits_of(x[0], len(x)), _end(BASES[leading.dtype])
-    is_inside = leading.abs() < 2 * end
-    inner = where(is_inside, x, one(leading))
-    v, k = _upper(mul(inner, constants(-exact.sqrt(Fraction(1, 2), bits), m, leading), m), terms)
-    value = scaled(mul(v, inner, m), k - 1)
+    v, k, is_inside = _normal(x, terms)
+    value = where(is_inside, scaled(v, k), ((leading > 0).to(leading.dtype),))
+    return finish(value, terms, torch.where(torch.isnan(leading), leading, value[0]))
+
+
+def gelu(x: Terms) -> Terms:
+    """x times the normal distribution function of x."""
+    terms, leading = len(x), x[0]
+    v, k, is_inside = _normal(x, terms)
+    value = scaled(mul(v, where(is_inside, x, one(leading)), terms + 1), k)
     value = where(is_inside, value, x)
     # at -sqrt(2) end, the product lies 2 bits below the smallest subnormal
-    plain = torch.where(leading <= -1.5 * end, -0.0, value[0])
+    plain = torch.where(leading <= -1.5 * _end(BASES[leading.dtype]), -0.0, value[0])
     plain = torch.copysign(plain, leading)
     return finish(value, terms, torch.where(_passes(leading), leading, plain))
+
+
+def _normal(x: Terms, terms: int) -> tuple[Terms, Tensor, Tensor]:
+    """The normal distribution function as v 2^k, and where it is neither 0 nor 1."""
+    leading = x[0]
+    m, bits, end = terms + 1, bits_of(leading, terms), _end(BASES[leading.dtype])
+    is_inside = leading.abs() < 2 * end
+    inner = where(is_inside, x, one(leading))
+    root_half = constants(-exact.sqrt(Fraction(1, 2), bits), m, leading)
+    v, k = _upper(mul(inner, root_half, m), terms)
+    return v, k - 1, is_inside

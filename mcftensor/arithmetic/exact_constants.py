@@ -159,7 +159,7 @@ def scaled_erfc(c: Fraction, count: int, bits: int) -> tuple[Fraction, ...]:
     return tuple(_nearest(Fraction(x, 1 << one), bits) for x in series[:count])
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=8)
 def bernoulli(count: int) -> tuple[Fraction, ...]:
     """The Bernoulli numbers B_0, B_2, B_4, ..., exactly, each from all previous ones."""
     found = [Fraction(1), Fraction(-1, 2)]
@@ -167,6 +167,13 @@ def bernoulli(count: int) -> tuple[Fraction, ...]:
         total = Fraction(sum(math.comb(n + 1, k) * b for k, b in enumerate(found) if b))
         found.append(-total / (n + 1) if n % 2 == 0 else Fraction(0))
     return tuple(found[: 2 * count : 2])
+
+
+def tanhshrink_coefficient(k: int) -> Fraction:
+    """The coefficient of x^(2k) in (x - tanh(x)) / x^3, exactly."""
+    n = k + 2
+    number = bernoulli(1 << (n + 1).bit_length())[n]
+    return -(4**n) * (4**n - 1) * number / math.factorial(2 * n)
 
 
 @functools.lru_cache(maxsize=4)
@@ -194,6 +201,35 @@ def zeta(s: int, bits: int) -> Fraction:
     for k, weight in enumerate(weights[:-1]):
         total += (-1) ** k * ((weight - last) << one) // (k + 1) ** s
     return Fraction(-total * 2 ** (s - 1), last * (2 ** (s - 1) - 1) << one)
+
+
+@functools.lru_cache(maxsize=512)
+def hurwitz(s: int, x: Fraction, bits: int) -> Fraction:
+    """The Hurwitz zeta function at an integer s above 1 and x from 1 to 2; at s = 1, -digamma(x).
+
+    The Euler-Maclaurin formula sums all terms beyond the first ones.
+    """
+    count, one = bits // 4 + s, bits + _GUARD
+    total = sum((1 << one) * x.denominator**s // (x.numerator + i * x.denominator) ** s
+                for i in range(count))
+    w = _nearest(x + count, one)
+    rest = 1 / w ** (s - 1) / (s - 1) if s > 1 else -log(w, one)
+    rest += 1 / w**s / 2
+    part = s / w ** (s + 1)
+    for k, b in enumerate(bernoulli(count // 2)[1:], 1):
+        rest += b / math.factorial(2 * k) * part
+        part = _nearest(part * (s + 2 * k - 1) * (s + 2 * k) / w**2, one)
+    return _nearest(Fraction(total, 1 << one) + rest, one)
+
+
+@functools.lru_cache(maxsize=4)
+def root_of_digamma(bits: int) -> Fraction:
+    """The positive zero of digamma, by Newton's method."""
+    x, right = Fraction(1.4616321449683622), 48
+    while right < bits:
+        right = min(2 * right - 4, bits + 4)
+        x = _nearest(x + hurwitz(1, x, right) / hurwitz(2, x, right), right)
+    return x
 
 
 @functools.lru_cache(maxsize=4)

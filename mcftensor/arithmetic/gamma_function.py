@@ -2,8 +2,8 @@
 
 Arguments below 1/2 are reflected. Other arguments are shifted by the recurrence until Stirling's
 series has all bits. The logarithm of the product P = x (x + 1) (x + 2) ... is then subtracted. Near
-1 and 2, where the logarithm of the gamma function is 0, its Taylor series is used. Near its other
-zeros, below 0, and near the zeros of its derivative, the error is relative to the cancelling parts.
+1 and 2, where the logarithm of the gamma function is 0, and near the positive zero of its derivative,
+Taylor series are used. Near zeros below 0 the error is relative to the cancelling parts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import exact_constants as exact
-from mcftensor.arithmetic import logarithms, trigonometry
+from mcftensor.arithmetic import logarithms, networks, trigonometry
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.exponentials import bits_of, one
 from mcftensor.arithmetic.guarded import (
@@ -39,7 +39,7 @@ from mcftensor.arithmetic.guarded import (
 )
 
 _LOG2_Z = -3
-"""log2 of the distance from 1 or 2 within which the Taylor series is used."""
+"""log2 of the distance from a zero within which the Taylor series is used."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -201,6 +201,22 @@ def lgamma(x: Terms) -> Terms:
     return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
 
 
+def _at_root(x: Terms, terms: int) -> tuple[Terms, Tensor]:
+    """digamma(x) near its positive root, and where x is near it."""
+    leading, bits = x[0], bits_of(x[0], 2 * terms)
+    root = exact.root_of_digamma(bits)
+    # As x may have all leading bits of the root, the difference is exact.
+    z = networks.distill([*x, *neg(constants(root, 2 * terms, leading))], terms + 1)
+    is_near = z[0].abs() < 2.0**_LOG2_Z
+    z = where(is_near, z, (torch.zeros_like(leading),))
+
+    def coefficient(k: int) -> Fraction:
+        return (-1) ** k * exact.hurwitz(k + 2, root, bits_of(leading, terms))
+
+    taylor = series(coefficient, _LOG2_Z, _wanted(leading, terms))
+    return mul(z, polynomial(z, taylor, _LOG2_Z, terms), terms + 1), is_near
+
+
 def digamma(x: Terms) -> Terms:
     """The derivative of log|gamma(x)|."""
     terms, leading = len(x), x[0]
@@ -209,6 +225,8 @@ def digamma(x: Terms) -> Terms:
     w, (product, slope), _ = _moved(y, terms, 1)
     value = add(logarithms.natural(w, terms), _stirling(w, terms, 1), m)
     value = sub(value, div(slope, product, m), m)
+    near, is_near = _at_root(y, terms)
+    value = where(is_near & ~is_below, near, value)
     is_pole = distance[0] == 0
     tiny = leading.abs() < 2.0 ** -(terms * precision_of(leading) + 6)
     safe = where(is_below & ~is_pole & ~tiny, distance, constants(Fraction(1, 4), 1, leading))

@@ -16,6 +16,7 @@ from mcftensor.arithmetic import exponentials, logarithms
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.exponentials import bits_of, bounded, limit_of, one
 from mcftensor.arithmetic.guarded import (
+    SPARE,
     Terms,
     add,
     constants,
@@ -23,9 +24,11 @@ from mcftensor.arithmetic.guarded import (
     finish,
     mul,
     neg,
+    polynomial,
     power_of_two,
     precision_of,
     scaled,
+    series,
     size_of,
     sqrt,
     sub,
@@ -85,15 +88,39 @@ def cosh(x: Terms) -> Terms:
 
 def tanh(x: Terms) -> Terms:
     """The hyperbolic tangent, (exp(2|x|) - 1) / (exp(2|x|) + 1)."""
+    value = _tanh_of_size(x)
+    return _signed(value, value[0], x)
+
+
+def _tanh_of_size(x: Terms) -> Terms:
+    """The hyperbolic tangent of |x|, with one term more than x."""
     terms, leading = len(x), x[0]
     m, limit = terms + 1, ((terms + 1) * precision_of(leading)) * math.log(2)
     q, k = exponentials.parts(times(bounded(size_of(x), limit), 2.0), terms)
     s = _small_power(k)
     above = add(q, two_sum(one(leading)[0], -s), m)
     value = div(above, add(add(one(leading), q, m), (s,), m), m)
-    is_beyond = leading.abs() >= limit
-    value = where(is_beyond, one(leading), value)
-    return _signed(value, torch.where(is_beyond, 1.0, value[0]), x)
+    return where(leading.abs() >= limit, one(leading), value)
+
+
+_LOG2_NEAR = -1
+"""log2 of |x| below which the hyperbolic tangent is subtracted from x by a series."""
+
+
+def tanhshrink(x: Terms) -> Terms:
+    """x minus its hyperbolic tangent."""
+    terms, leading, size = len(x), x[0], size_of(x)
+    m, is_near = terms + 1, leading.abs() < 2.0**_LOG2_NEAR
+    inner = where(is_near, size, (torch.zeros_like(leading),))
+    square = mul(inner, inner, m)
+    taylor = series(
+        exact.tanhshrink_coefficient, 2.0 * _LOG2_NEAR, terms * precision_of(leading) + SPARE
+    )
+    near = mul(inner, mul(square, polynomial(square, taylor, 2.0 * _LOG2_NEAR, terms), m), m)
+    value = where(is_near, near, sub(size, _tanh_of_size(x), m))
+    value = where(torch.isinf(leading), size, value)
+    value = where(torch.signbit(leading), neg(value), value)
+    return finish(value, terms, torch.where(torch.isnan(leading) | (leading == 0), leading, value[0]))
 
 
 def asinh(x: Terms) -> Terms:

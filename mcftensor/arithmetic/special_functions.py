@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import eft
+from mcftensor.arithmetic import exact_constants as exact
 from mcftensor.kernels.custom_ops import inline
 
 _two_prod, _two_sum = inline(eft.two_prod), inline(eft.two_sum)
@@ -185,15 +186,7 @@ def sinc(x: Tensor) -> Tensor:
     return torch.where(x == 0, 1.0, sine / (math.pi * x))
 
 
-def _series_of_tanh(count: int) -> list[float]:
-    """The coefficients of (x - tanh x) / x³ in powers of x², from tanh' = 1 - tanh²."""
-    tanh = [Fraction(1)]
-    for k in range(1, count + 1):
-        tanh.append(-sum((tanh[i] * tanh[k - 1 - i] for i in range(k)), Fraction(0)) / (2 * k + 1))
-    return [float(-c) for c in tanh[1:]]
-
-
-_OF_TANH = _series_of_tanh(24)
+_OF_TANHSHRINK = [float(exact.tanhshrink_coefficient(k)) for k in range(24)]
 
 
 def tanhshrink(x: Tensor) -> Tensor:
@@ -201,7 +194,7 @@ def tanhshrink(x: Tensor) -> Tensor:
     is_near = x.abs() < 0.5
     near = x.where(is_near, 0.0)
     square = near * near
-    return torch.where(is_near, near * square * _series(_OF_TANH, square), x - torch.tanh(x))
+    return torch.where(is_near, near * square * _series(_OF_TANHSHRINK, square), x - torch.tanh(x))
 
 
 # -------------------------------------------------------------------------- sums of exponentials

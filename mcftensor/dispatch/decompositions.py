@@ -62,8 +62,6 @@ ALGORITHMS = _by_name(
     aten.threshold_backward.default,
     aten.softshrink.default,
     aten.hardshrink.default,
-    aten.mish.default,
-    aten.mish_backward.default,
     aten._prelu_kernel.default,
     aten._prelu_kernel_backward.default,
     aten.glu.default,

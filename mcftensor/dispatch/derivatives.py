@@ -1,4 +1,7 @@
-"""Functions beyond 48 bits whose derivatives PyTorch forms with float64 constants."""
+"""Functions whose derivatives PyTorch forms with float64 constants, or whose parts cancel.
+
+They serve formats of more than 48 bits, and all formats without float64.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mcftensor.arithmetic import exact_constants as exact
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.dispatch.elementary import constant_in
+from mcftensor.dispatch.elementary import constant_in, evaluated, in_longer
 from mcftensor.dispatch.operands import is_wrapped, stored_in
 from mcftensor.formats import Format, named
 from mcftensor.tensor import MCFTensor
@@ -28,16 +32,29 @@ def _two_by_root_of_pi(bits: int) -> Fraction:
     return 2 / exact.sqrt(exact.pi(bits), bits)
 
 
+def _density_at_zero(bits: int) -> Fraction:
+    return exact.sqrt(1 / exact.pi(bits) / 2, bits)
+
+
+@in_longer
+def _exp_of_square(x: Tensor, factor: float) -> Tensor:
+    return torch.exp(x * x * factor)
+
+
 _DERIVATIVES: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
     "exp2": lambda x, y, format: y * _constant(exact.log_2, format, x.device),
     "log2": lambda x, y, format: 1 / (x * _constant(exact.log_2, format, x.device)),
     "log10": lambda x, y, format: 1 / (x * _constant(exact.log_10, format, x.device)),
     "erf": lambda x, y, format: (
-        torch.exp(-(x * x)) * _constant(_two_by_root_of_pi, format, x.device)
+        _exp_of_square(x, -1) * _constant(_two_by_root_of_pi, format, x.device)
     ),
     "erfc": lambda x, y, format: (
-        -torch.exp(-(x * x)) * _constant(_two_by_root_of_pi, format, x.device)
+        -_exp_of_square(x, -1) * _constant(_two_by_root_of_pi, format, x.device)
     ),
+    "ndtr": lambda x, y, format: (
+        _exp_of_square(x, -0.5) * _constant(_density_at_zero, format, x.device)
+    ),
+    "tanhshrink": lambda x, y, format: torch.tanh(x).square(),
 }
 """Derivatives as functions of x, f(x), and the format of both."""
 
@@ -53,8 +70,7 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, name: str, format: str) -> Tensor:
-        made: Tensor = getattr(torch, name)(x)
-        return made
+        return evaluated(name, x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -108,17 +124,19 @@ def _rpow(format: Format, x: Tensor, base: Any) -> Tensor:
     return _pow(format, base, x)
 
 
+def _functions(name: str) -> list[Callable[..., Any]]:
+    """Return the functions of PyTorch that have a name."""
+    places = (torch, Tensor, torch.special, F)
+    return [getattr(place, name) for place in places if hasattr(place, name)]
+
+
 OWN: dict[Callable[..., Any], Callable[..., Tensor]] = {
     **{
         function: functools.partial(_by_name, name)
         for name in _DERIVATIVES
-        for function in (getattr(torch, name), getattr(Tensor, name))
+        for function in _functions(name)
     },
     **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _pow),
     Tensor.__rpow__: _rpow,
-    **{
-        getattr(torch.special, name): functools.partial(_by_name, name)
-        for name in ("exp2", "erf", "erfc")
-    },
 }
 """Replacements of PyTorch's functions, which take the format before their arguments."""

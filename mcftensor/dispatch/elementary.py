@@ -33,7 +33,7 @@ from mcftensor.passes.operators import FUNCTIONS, Number, Operator
 from mcftensor.tensor import MCFTensor
 
 
-def _evaluated(operation: str, *operands: Any) -> MCFTensor:
+def evaluated(operation: str, *operands: Any) -> MCFTensor:
     """Evaluate a formula on expansions of one format and numbers; one operand is an expansion."""
     first = expansions(operands)[0]
     format = first._format
@@ -51,7 +51,7 @@ def _evaluated(operation: str, *operands: Any) -> MCFTensor:
 def _function(row: Operator) -> Callable[..., MCFTensor]:
     def function(*operands: Any) -> MCFTensor:
         operation, found = row.formula(*operands)
-        return _evaluated(operation, *found)
+        return evaluated(operation, *found)
 
     return function
 
@@ -65,7 +65,7 @@ def _pow(x: Any, exponent: Any) -> Tensor:
             return torch.square(x)
         if exponent == -1:
             return torch.reciprocal(x)
-    return _evaluated("pow", x, exponent)
+    return evaluated("pow", x, exponent)
 
 
 def in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,14 +172,14 @@ def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
 def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
     """Return PyTorch's softplus, which is x if beta x is above a threshold."""
     if beta == 1:
-        return torch.where(x > threshold, x, _evaluated("softplus", x))
+        return torch.where(x > threshold, x, evaluated("softplus", x))
     return _scaled_softplus(x, beta, threshold)
 
 
 @in_longer
 def _scaled_softplus(x: Tensor, beta: float, threshold: float) -> Tensor:
     inner = x * beta
-    return torch.where(inner > threshold, x, _evaluated("softplus", inner) / beta)
+    return torch.where(inner > threshold, x, evaluated("softplus", inner) / beta)
 
 
 @in_longer
@@ -188,10 +188,38 @@ def _softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -
     return torch.where(inner > threshold, grad, grad * torch.sigmoid(inner))
 
 
+def _root(x: Tensor) -> Tensor:
+    """Return the root of e^min(x, 0): products with a power that underflows keep their digits, if
+    its root is multiplied twice."""
+    return torch.exp(torch.where(x < 0, x, torch.zeros_like(x)) / 2)
+
+
 @in_longer
 def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return grad * s * (1 + x * (1 - s))
+    root = _root(x)
+    return grad * (1 + x * torch.sigmoid(-x)) * torch.sigmoid(x.abs()) * root * root
+
+
+def _mish_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return p = e^-|x|, `_root`, and with u = (1 + e^x)^2 the numbers q = 1 + u and u - 1, divided
+    by e^2x where x is above 0; u - 1 is divided by e^x elsewhere."""
+    p = torch.exp(-x.abs())
+    square = torch.where(x < 0, 2 + p * (2 + p), 1 + 2 * p * (1 + p))
+    return p, _root(x), square, torch.where(x < 0, 2 + p, 1 + 2 * p)
+
+
+@in_longer
+def _mish(x: Tensor) -> Tensor:
+    """x tanh(softplus(x)) = x (u - 1) / (u + 1)."""
+    _, root, q, above = _mish_parts(x)
+    return x * (above / q) * root * root
+
+
+@in_longer
+def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
+    p, root, q, above = _mish_parts(x)
+    bend = torch.where(x < 0, 4 * (1 + p), 4 * (1 + p) * p * p) / (q * q)
+    return grad * (above / q + x * bend) * root * root
 
 
 @in_longer
@@ -217,7 +245,7 @@ def _elu_backward(
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    return _evaluated("gelu_tanh" if approximate == "tanh" else "gelu", x)
+    return evaluated("gelu_tanh" if approximate == "tanh" else "gelu", x)
 
 
 @in_longer
@@ -232,8 +260,9 @@ def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Ten
             like(x, y) for y in (exact.sqrt(8 / exact.pi(bits), bits), Fraction("0.044715"))
         )
         square = x * x
-        s = torch.sigmoid(root * x * (1 + cubic * square))
-        return grad * s * (1 + x * (1 - s) * root * (1 + 3 * cubic * square))
+        z = root * x * (1 + cubic * square)
+        slope = 1 + x * torch.sigmoid(-z) * root * (1 + 3 * cubic * square)
+        return grad * slope * torch.sigmoid(z.abs()) * _root(z) * _root(z)
     half, density = (
         like(x, y)
         for y in (exact.sqrt(Fraction(1, 2), bits), exact.sqrt(1 / exact.pi(bits) / 2, bits))
@@ -257,7 +286,7 @@ def constant_in(format: Format, value: Fraction, device: torch.device) -> MCFTen
 def _polygamma(n: int, x: Tensor) -> Tensor:
     """The derivative of order n of digamma, whose own derivative is trigamma."""
     if n < 2:
-        return _evaluated("trigamma" if n else "digamma", x)
+        return evaluated("trigamma" if n else "digamma", x)
     return _derivative_of_digamma(n, x)
 
 
@@ -422,7 +451,7 @@ def _shrink_backward(grad: Tensor, x: Tensor, limit: float) -> Tensor:
 
 def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the result and an empty buffer, as PyTorch's CUDA code does."""
-    return -_evaluated("softplus", -x), x.new_empty(0)
+    return -evaluated("softplus", -x), x.new_empty(0)
 
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
@@ -435,6 +464,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "logaddexp2": _logaddexp2,  # torch.logaddexp2
     "gelu": _gelu,  # F.gelu
     "gelu_backward": _gelu_backward,  # gradients of F.gelu
+    "mish": _mish,  # F.mish
     "polygamma": _polygamma,  # gradients of torch.digamma
     "elu": _elu,  # F.elu, F.selu
     "celu": lambda x, alpha=1: _celu(x, alpha),  # F.celu
@@ -463,6 +493,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "tanh_backward": in_longer(lambda grad, y: grad * (1 - y * y)),
     "hardsigmoid_backward": in_longer(special_functions.hardsigmoid_backward),
     "silu_backward": _silu_backward,
+    "mish_backward": _mish_backward,
     "softplus_backward": _softplus_backward,
     "log_sigmoid_backward": in_longer(lambda grad, x, buffer: grad * torch.sigmoid(-x)),
     "_softmax_backward_data": in_longer(

@@ -54,6 +54,9 @@ def register_forms(name: str, new: Handler, in_place: Handler, with_out: Handler
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
+# Derivatives whose parts underflow before the whole does.
+_WHOLE = {torch.ops.aten.silu_backward.default, torch.ops.aten.mish_backward.default}
+
 
 def handler_of(func: Any, own: Handler | None, foreach: Handler, view: Handler) -> Handler | None:
     """Return the handler of an operator, or None.
@@ -64,6 +67,8 @@ def handler_of(func: Any, own: Handler | None, foreach: Handler, view: Handler) 
         return own
     if func.overloadpacket.__name__.startswith("_foreach_"):
         return foreach
+    if func in _WHOLE:
+        return None
     if func.has_kernel_for_dispatch_key(_COMPOSITE):  # arrives whole in inference mode
         return lambda func, *args, **kwargs: func.decompose(*args, **kwargs)
     if any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns):

@@ -165,11 +165,6 @@ def _attention(
     return made
 
 
-def _tanhshrink(x: Any) -> Tensor:
-    is_short = isinstance(x, MCFTensor) and x.format.precision <= PRECISION
-    return (special_functions.tanhshrink if is_short else F.tanhshrink)(x)
-
-
 _IN_TERMS: dict[Callable[..., Any], Callable[..., Any]] = {
     **{
         getattr(kind, name): _quantile(getattr(kind, name))
@@ -178,9 +173,8 @@ _IN_TERMS: dict[Callable[..., Any], Callable[..., Any]] = {
     },
     **dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm),
     F.scaled_dot_product_attention: _attention,
-    F.tanhshrink: _tanhshrink,
 }
-"""Replacements of functions that PyTorch composes with numbers of the dtype, or that cancel."""
+"""Replacements of functions that PyTorch composes with numbers of the dtype."""
 
 
 def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwargs: Any) -> Any:
@@ -204,16 +198,17 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
         longer = longer_format((args, kwargs))
         return func(*lengthened(args, longer), **lengthened(kwargs, longer))
     own = derivatives.OWN.get(func)
-    is_long = format.precision > PRECISION
-    if own is not None:
-        if out is None and format.arithmetic == "terms" and is_long:
-            return own(format, *args, **kwargs)
+    is_long = format.precision > PRECISION or not has_float64(found[0].device)
+    if own is not None and is_long and format.arithmetic == "terms" and format.dtype not in NARROW:
+        result = own(format, *args, **kwargs)
+        return result if out is None else _assigned(name, out, result, found, (args, kwargs))
+    if own is not None and func not in _SHARPER and not (is_long and format.dtype in NARROW):
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
     if format.arithmetic == "numbers":
         (args, kwargs), _ = decoded((args, kwargs))
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
     wide: Format = PLAIN[WIDE]
-    if is_long or not has_float64(found[0].device):
+    if is_long:
         func = _IN_TERMS.get(func, func)
         if format.dtype not in NARROW:
             return func(*args, **kwargs, **({} if out is None else {"out": out}))
@@ -235,9 +230,16 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
 
     sharper = _SHARPER.get(func, func)
     result = sharper(*mapped(widen, args), **mapped(widen, kwargs))
-    if out is None:
-        return tree_map(narrow, result)
-    require_no_grad(name, (args, kwargs, out))
+    return (
+        tree_map(narrow, result)
+        if out is None
+        else _assigned(name, out, result, found, (args, kwargs))
+    )
+
+
+def _assigned(name: str, out: Any, result: Any, found: list[MCFTensor], operands: Any) -> Any:
+    """Write a result to `out`, through which no gradient flows."""
+    require_no_grad(name, (operands, out))
     return assign_tree(name, out, result, found)
 
 

@@ -27,7 +27,9 @@ SHARED = {
     "div": _ALIKE,
     **dict.fromkeys(("two_prod", "neg"), _ALIKE),
     **dict.fromkeys(("atan", "exp", "log", "zeta"), _AS_CONSTANT),
-    **dict.fromkeys(("gelu", "digamma"), "one function, of terms and of float64"),
+    **dict.fromkeys(
+        ("gelu", "digamma", "ndtr", "tanhshrink"), "one function, of terms and of float64"
+    ),
     **dict.fromkeys(
         ("log_softmax", "logsumexp"), "one function, of what formats store and of logits"
     ),
