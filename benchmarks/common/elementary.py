@@ -141,7 +141,12 @@ FUNCTIONS: dict[str, Function] = {
         [(-60, -3), (-1, 6), (6, 60), (0.5475, 0.5476)],  # the last about the root
         POSITIVE,
     ),
-    "ndtr": (torch.special.ndtr, lambda x: mp.erfc(-x / mp.sqrt(2)) / 2, [(-60, -3), (-3, 1), (1, 3.2)], (1, -1)),
+    "ndtr": (
+        torch.special.ndtr,
+        lambda x: mp.erfc(-x / mp.sqrt(2)) / 2,
+        [(-60, -3), (-3, 1), (1, 3.2)],
+        (1, -1),
+    ),
     "tanhshrink": (F.tanhshrink, lambda x: x - mp.tanh(x), [(-30, -3), (-3, 3), (3, 60)], (1, -1)),
     "mish": (F.mish, lambda x: x * mp.tanh(mp.log1p(mp.exp(x))), [*ALL], (1, -1)),
     "softplus": (F.softplus, lambda x: mp.log1p(mp.exp(x)), [(-60, -3), (-3, 4)], (1, -1)),

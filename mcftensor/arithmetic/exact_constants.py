@@ -210,8 +210,10 @@ def hurwitz(s: int, x: Fraction, bits: int) -> Fraction:
     The Euler-Maclaurin formula sums all terms beyond the first ones.
     """
     count, one = bits // 4 + s, bits + _GUARD
-    total = sum((1 << one) * x.denominator**s // (x.numerator + i * x.denominator) ** s
-                for i in range(count))
+    total = sum(
+        (1 << one) * x.denominator**s // (x.numerator + i * x.denominator) ** s
+        for i in range(count)
+    )
     w = _nearest(x + count, one)
     rest = 1 / w ** (s - 1) / (s - 1) if s > 1 else -log(w, one)
     rest += 1 / w**s / 2

@@ -120,7 +120,9 @@ def tanhshrink(x: Terms) -> Terms:
     value = where(is_near, near, sub(size, _tanh_of_size(x), m))
     value = where(torch.isinf(leading), size, value)
     value = where(torch.signbit(leading), neg(value), value)
-    return finish(value, terms, torch.where(torch.isnan(leading) | (leading == 0), leading, value[0]))
+    return finish(
+        value, terms, torch.where(torch.isnan(leading) | (leading == 0), leading, value[0])
+    )
 
 
 def asinh(x: Terms) -> Terms:

@@ -92,6 +92,9 @@ def _moments(
     """Return a function of the deviations from the mean and of their count, and the mean."""
     dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     places = sorted({d % x.dim() for d in dims})
+    if any(x.shape[d] == 0 for d in places):
+        nothing = _sum(x, places, keepdim) + math.nan
+        return nothing, nothing.clone()
     first = x[tuple(slice(0, 1 if d in places else None) for d in range(x.dim()))]
     below = x - first  # exact where elements share their leading terms
     mean = _mean(below, dim, True)

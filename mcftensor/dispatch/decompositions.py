@@ -58,7 +58,6 @@ ALGORITHMS = _by_name(
     aten.hardtanh.default,  # activations of nn
     aten.hardtanh_backward.default,
     aten.leaky_relu_backward.default,
-    aten.threshold.default,
     aten.threshold_backward.default,
     aten.softshrink.default,
     aten.hardshrink.default,
@@ -79,7 +78,6 @@ ALGORITHMS = _by_name(
     aten.linalg_cross.default,  # torch.linalg.cross
     aten.nansum.default,  # x.nansum
     aten.heaviside.default,  # torch.heaviside
-    aten.nan_to_num.default,  # x.nan_to_num
 )
 """Decompositions by the names of aten operators."""
 
@@ -107,7 +105,7 @@ def _multi_margin_loss(x: Tensor, target: Tensor, *args: Any) -> Tensor:
 def _multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     """PyTorch's decomposition counts labels behind the first -1, too."""
     margins, is_target, _ = _margins(x, target)
-    losses = margins.clamp_min(0).sum((1, 2)) / x.shape[-1]
+    losses = margins.clamp_min(0).sum((1, 2)) / margins.shape[-1]
     if reduction != _NONE:
         losses = losses.mean() if reduction == _MEAN else losses.sum()
     elif x.dim() < 2:
@@ -120,7 +118,7 @@ def _multilabel_margin_loss_backward(
     grad: Tensor, x: Tensor, target: Tensor, reduction: int, is_target: Tensor
 ) -> Tensor:
     margins, _, places = _margins(x, target)
-    count = x.shape[-1] * (len(margins) if reduction == _MEAN else 1)
+    count = margins.shape[-1] * (len(margins) if reduction == _MEAN else 1)
     moves = torch.where(margins > 0, (grad / count).reshape(-1, 1, 1), 0.0)
     return moves.sum(1).scatter_add(1, places, -moves.sum(2)).reshape(x.shape)
 

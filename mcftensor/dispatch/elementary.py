@@ -445,6 +445,19 @@ def _erfinv(x: Tensor) -> Tensor:
     return torch.where(is_inside, torch.where(x < 0, -found, found), ends)
 
 
+def _threshold(x: Tensor, threshold: float, value: float) -> Tensor:
+    return x.masked_fill(x <= threshold, value)
+
+
+def _nan_to_num(
+    x: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Tensor:
+    most = torch.finfo(x.dtype).max
+    x = x.masked_fill(torch.isnan(x), 0.0 if nan is None else nan)
+    x = x.masked_fill(x == torch.inf, most if posinf is None else posinf)
+    return x.masked_fill(x == -torch.inf, -most if neginf is None else neginf)
+
+
 def _shrink_backward(grad: Tensor, x: Tensor, limit: float) -> Tensor:
     return torch.where(x.abs() > limit, grad, torch.zeros_like(grad))
 
@@ -471,6 +484,8 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "elu_backward": _elu_backward,  # gradients of F.elu
     "softshrink_backward": _shrink_backward,  # gradients of F.softshrink
     "hardshrink_backward": _shrink_backward,  # gradients of F.hardshrink
+    "threshold": _threshold,  # F.threshold
+    "nan_to_num": _nan_to_num,  # torch.nan_to_num
     "softplus": _softplus,  # F.softplus
     "soft_margin_loss": in_longer(special_functions.soft_margin_loss),  # F.soft_margin_loss
     "binary_cross_entropy_with_logits": in_longer(

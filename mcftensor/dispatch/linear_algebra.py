@@ -53,30 +53,51 @@ def _largest(x: Tensor) -> float:
     return float(_plain(x).abs().max()) if x.numel() else 0.0
 
 
-def batched(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function of matrices extended to batches.
+Algorithm = Callable[..., tuple[Tensor, ...]]
+
+
+def batched(of_squares: str | None = None) -> Callable[[Algorithm], Algorithm]:
+    """Return a decorator that extends a function of matrices to batches.
 
     Expansions among the results are rounded to the format of the first operand.
+
+    Args:
+        of_squares: the name of an operation whose first operand must be square matrices.
     """
 
-    def run(*operands: Tensor, **options: Any) -> tuple[Tensor, ...]:
-        format: Format = operands[0]._format  # type: ignore[attr-defined]
-        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in operands))
-        flat = [x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in operands]
-        if not len(flat[0]):
-            raise NotImplementedError("linear algebra of no matrices in formats beyond 48 bits")
-        options["bits"] = format.precision
-        found = [
-            function(*(_wide(x, format) for x in row), **options) for row in zip(*flat, strict=True)
-        ]
-        results = []
-        for column in zip(*found, strict=True):
-            whole = torch.stack(column)
-            whole = whole.reshape([*batch, *whole.shape[1:]])
-            results.append(value_of(whole, format) if whole.is_floating_point() else whole)
-        return tuple(results)
+    def extended(function: Algorithm) -> Algorithm:
+        def run(*operands: Tensor, **options: Any) -> tuple[Tensor, ...]:
+            format: Format = operands[0]._format  # type: ignore[attr-defined]
+            *_, rows, columns = operands[0].shape
+            if of_squares and rows != columns:
+                raise RuntimeError(
+                    f"{of_squares}: a tensor of shape {tuple(operands[0].shape)} has matrices of "
+                    f"{rows} by {columns}, which must be square"
+                )
+            batch = torch.broadcast_shapes(*(x.shape[:-2] for x in operands))
+            count = math.prod(batch)
+            whole = [x.expand(*batch, *x.shape[-2:]) for x in operands]
+            # Of no matrices, the shapes of results are those of one.
+            flat = [x.reshape(count, *x.shape[-2:]) if count else _example(x) for x in whole]
+            found = [
+                function(*(_wide(x, format) for x in row), bits=format.precision, **options)
+                for row in zip(*flat, strict=True)
+            ]
+            results = []
+            for column in zip(*found, strict=True):
+                stacked = torch.stack(column)[:count]
+                result = stacked.reshape([*batch, *stacked.shape[1:]])
+                results.append(value_of(result, format) if result.is_floating_point() else result)
+            return tuple(results)
 
-    return run
+        return run
+
+    return extended
+
+
+def _example(x: Tensor) -> Tensor:
+    """Return a batch of one regular matrix."""
+    return value_of(torch.eye(*x.shape[-2:], device=x.device)[None], x._format)  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------- equations
@@ -143,7 +164,7 @@ def _solved(name: str, a: MCFTensor, b: Tensor, bits: int) -> Tensor:
     return x
 
 
-@batched
+@batched("linalg.solve")
 def _solve(a: MCFTensor, b: Tensor, bits: int) -> tuple[Tensor, ...]:
     return (
         _solved("linalg.solve", a, b, bits),
@@ -153,7 +174,7 @@ def _solve(a: MCFTensor, b: Tensor, bits: int) -> tuple[Tensor, ...]:
     )
 
 
-@batched
+@batched("linalg.inv")
 def _inverse(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
     return _solved("linalg.inv", a, _wide_like(_identity(a, len(a)), a), bits), _done(a)
 
@@ -197,7 +218,7 @@ def _substituted(a: Tensor, b: Tensor, upper: bool, unit: bool) -> Tensor:
     return torch.stack([rows[i] for i in range(size)]) if size else b
 
 
-@batched
+@batched("linalg.solve_triangular")
 def _triangular(a: MCFTensor, b: Tensor, upper: bool, unit: bool, bits: int) -> tuple[Tensor, ...]:
     return (_substituted(a, b, upper, unit),)
 
@@ -271,7 +292,7 @@ def _eliminated(a: MCFTensor) -> _Factors:
     )
 
 
-@batched
+@batched()
 def _lu_factor(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
     return _eliminated(a)
 
@@ -313,7 +334,7 @@ def _require_pivots(pivot: bool) -> None:
         raise NotImplementedError("factors without row exchanges in formats beyond 48 bits")
 
 
-@batched
+@batched("linalg.det")
 def _determinant(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
     """Return a number from 1/2 to 1 in magnitude, or 0, the exponent of its power of two, and
     factors.
@@ -372,7 +393,7 @@ def _rooted(a: Tensor) -> tuple[Tensor, int]:
     return torch.stack(columns, 1) if columns else a, 0
 
 
-@batched
+@batched("linalg.cholesky")
 def _cholesky(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
     lower, info = _rooted(a)
     return lower, torch.tensor(info, dtype=torch.int32, device=a.device)
@@ -403,12 +424,18 @@ def _orthonormal(name: str, a: MCFTensor, bits: int) -> tuple[Tensor, Tensor]:
     return q, r
 
 
-@batched
+@batched()
 def _qr(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
     size = min(a.shape)
     q, r = _orthonormal("linalg.qr", a[:, :size], bits)  # type: ignore[arg-type]
-    rest = a[:, size:]
+    signs = _as_signs(torch.linalg.qr(_plain(a), mode="r").R.diagonal())
+    q, r, rest = q * signs, r * signs.unsqueeze(1), a[:, size:]
     return q, torch.cat([r, q.T @ rest], 1) if rest.shape[1] else r
+
+
+def _as_signs(x: Tensor) -> Tensor:
+    """Return 1 or -1: factors that are unique up to signs have those of the machine type."""
+    return torch.where(x < 0, -1.0, 1.0)
 
 
 def qr(a: Tensor, mode: str = "reduced") -> Any:
@@ -420,7 +447,7 @@ def qr(a: Tensor, mode: str = "reduced") -> Any:
     return (q.new_empty(0) if mode == "r" else q), r
 
 
-@batched
+@batched()
 def _least_squares(a: MCFTensor, b: Tensor, bits: int) -> tuple[Tensor, ...]:
     is_tall = len(a) >= a.shape[1]
     q, r = _orthonormal("linalg.lstsq", a if is_tall else a.T, bits)  # type: ignore[arg-type]
@@ -433,12 +460,16 @@ def _least_squares(a: MCFTensor, b: Tensor, bits: int) -> tuple[Tensor, ...]:
 
 
 def lstsq(a: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
-    """Return least-squares solutions, sums of squares of residuals, and ranks, which are full."""
+    """Return least-squares solutions, sums of squares of residuals, ranks, which are full, and
+    singular values, each where PyTorch's driver returns it.
+    """
     is_vector = b.dim() == a.dim() - 1
     x, residuals, rank = _least_squares(a, b.unsqueeze(-1) if is_vector else b)
     if a.shape[-2] <= a.shape[-1]:
         residuals = residuals.new_empty(0)
-    return x.squeeze(-1) if is_vector else x, residuals, rank, x.new_empty(0)
+    rank = rank.new_empty(0) if driver == "gels" else rank
+    values = svd(a)[1] if driver in ("gelsd", "gelss") else x.new_empty(0)
+    return x.squeeze(-1) if is_vector else x, residuals, rank, values
 
 
 # ---------------------------------------------------------------------------------- eigenvectors
@@ -506,11 +537,13 @@ def _connected(is_close: Tensor) -> list[list[int]]:
     return found
 
 
-@batched
+@batched("linalg.eigh")
 def _eigh(a: MCFTensor, upper: bool, bits: int) -> tuple[Tensor, ...]:
     half = a.triu() if upper else a.tril()
     whole = half + half.T - torch.diag(a.diagonal())
-    return _eigenvectors(whole, bits)  # type: ignore[arg-type]
+    values, vectors = _eigenvectors(whole, bits)  # type: ignore[arg-type]
+    like = torch.linalg.eigh(_plain(whole), "U" if upper else "L").eigenvectors
+    return values, vectors * _as_signs((like * _plain(vectors)).sum(0))
 
 
 def eigh(a: Tensor, UPLO: str = "L", compute_v: bool = True) -> Any:
@@ -519,12 +552,16 @@ def eigh(a: Tensor, UPLO: str = "L", compute_v: bool = True) -> Any:
     return values, vectors if compute_v else vectors.new_empty(0)
 
 
-@batched
+@batched()
 def _svd(a: MCFTensor, full: bool, bits: int) -> tuple[Tensor, ...]:
-    if len(a) < a.shape[1]:
-        u, s, vh = _singular(a.T, full, bits)  # type: ignore[arg-type]
-        return vh.T, s, u.T
-    return _singular(a, full, bits)
+    is_wide = len(a) < a.shape[1]
+    u, s, vh = _singular(a.T if is_wide else a, full, bits)  # type: ignore[arg-type]
+    u, vh = (vh.T, u.T) if is_wide else (u, vh)
+    count = len(s)
+    like = torch.linalg.svd(_plain(a), full_matrices=False).Vh
+    signs = _as_signs((like * _plain(vh[:count])).sum(1))
+    u = torch.cat([u[:, :count] * signs, u[:, count:]], 1)
+    return u, s, torch.cat([vh[:count] * signs.unsqueeze(1), vh[count:]])
 
 
 def _singular(a: MCFTensor, full: bool, bits: int) -> tuple[Tensor, Tensor, Tensor]:

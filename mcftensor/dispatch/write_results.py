@@ -90,7 +90,7 @@ def assign(
             )
             raise refusal(func, expansions([*targets, *results]), reason)
         if not isinstance(target, MCFTensor) and result.is_floating_point():
-            rounding(func, [*operands, *expansions(result)], target)
+            rounding(func, operands or expansions(result), target)  # not of guard terms
     for target, result in zip(targets, results, strict=True):
         if target.shape != result.shape:
             target.resize_(result.shape)

@@ -109,3 +109,23 @@ def test_evenly_spaced_numbers(format):
 def test_what_float32_rounds_is_refused():
     with no_float64(), pytest.raises(NotImplementedError, match=r"logspace.*takes float64"):
         torch.logspace(0, 1, 5, dtype=mcf.fp32x2)
+
+
+@pytest.mark.parametrize("format", [mcf.fp32x3, mcf.fp64x2], ids=lambda f: f.name)
+def test_numbers_that_replace_elements_keep_their_bits(format):
+    x = mcf.as_expansion(torch.tensor([0.5, torch.nan, torch.inf, -torch.inf]), format)
+    for found in (
+        torch.nn.functional.threshold(x, 0.75, 0.1)[0],
+        torch.nan_to_num(x, 0.1, 0.1, 0.1)[1],
+        torch.nan_to_num(x, 0.1, 0.1, 0.1)[2],
+        torch.nan_to_num(x, 0.1, 0.1, 0.1)[3],
+    ):
+        assert mcf.exact.to_fraction(found) == Fraction(0.1)
+
+
+@pytest.mark.parametrize("format", [mcf.fp32x3, mcf.fp64x2], ids=lambda f: f.name)
+def test_moments_of_no_numbers_are_nan(format):
+    x = mcf.as_expansion(torch.zeros(2, 0), format)
+    for found in (x.std(), x.var(), torch.std_mean(x)[1], x.std(1), torch.var_mean(x, 1)[0]):
+        assert torch.isnan(found).all()
+    assert x.std(1).shape == (2,) and x.std(0, keepdim=True).shape == (1, 0)

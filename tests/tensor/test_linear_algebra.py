@@ -7,6 +7,7 @@ from math import comb
 import mpmath
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import mcftensor as mcf
 from support.helpers import sample
@@ -239,3 +240,64 @@ def test_gradients():
     a.grad = None
     torch.linalg.eigvalsh(a + a.T).sum().backward()
     assert_near(a.grad, 2 * mpmath.eye(4), format, 64)
+
+
+FACTORS = {
+    "qr": lambda x: torch.linalg.qr(x),
+    "eigh": lambda x: torch.linalg.eigh(x + x.mT, "U"),
+    "svd": lambda x: torch.linalg.svd(x, full_matrices=False),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_that_are_unique_up_to_signs_have_those_of_the_machine_type(name, format):
+    torch.manual_seed(3)
+    for shape in ((4, 4), (2, 3, 3)) if name == "eigh" else ((4, 4), (5, 3), (3, 5), (2, 3, 3)):
+        plain = torch.randn(shape, dtype=format.dtype)
+        found = FACTORS[name](mcf.as_expansion(plain, format))
+        for x, y in zip(found, FACTORS[name](plain), strict=True):
+            torch.testing.assert_close(mcf.as_plain(x, format.dtype), y, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 3, 3), (2, 0, 0), (2, 0, 3, 3)])
+def test_no_matrices_and_matrices_of_no_elements(shape, format):
+    plain = torch.zeros(shape, dtype=format.dtype)
+    linalg = torch.linalg
+    for function in (
+        *(linalg.inv, linalg.det, linalg.slogdet, linalg.cholesky, linalg.qr, linalg.svd),
+        *(linalg.eigh, linalg.eigvalsh, linalg.svdvals, linalg.lu_factor, torch.logdet),
+        lambda x: linalg.solve(x, x),
+        lambda x: linalg.lstsq(x, x),
+        lambda x: linalg.solve_triangular(x, x, upper=True),
+        lambda x: linalg.lu_solve(*linalg.lu_factor(x), x),
+    ):
+        expected = tree_leaves(function(plain))
+        found = tree_leaves(function(mcf.as_expansion(plain, format)))
+        assert [x.shape for x in found] == [x.shape for x in expected]
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 3), (2, 3, 0)])
+def test_matrices_that_must_be_square(shape, format):
+    x = mcf.as_expansion(torch.ones(shape), format)
+    linalg = torch.linalg
+    for function in (
+        *(linalg.inv, linalg.det, linalg.slogdet, linalg.cholesky, linalg.eigh),
+        lambda x: linalg.solve(x, x),
+        lambda x: linalg.solve_triangular(x, x, upper=True),
+    ):
+        with pytest.raises(RuntimeError, match="must be square"):
+            function(x)
+
+
+@pytest.mark.parametrize("driver", [None, "gels", "gelsy", "gelsd", "gelss"])
+def test_least_squares_return_what_the_driver_returns(driver):
+    for shape in ((4, 3), (3, 3), (2, 3)):
+        torch.manual_seed(0)
+        a, b = torch.randn(shape), torch.randn(shape[0], 2)
+        expected = torch.linalg.lstsq(a, b, driver=driver)
+        found = torch.linalg.lstsq(
+            *(mcf.as_expansion(x, mcf.fp32x3) for x in (a, b)), driver=driver
+        )
+        assert found.rank.shape == expected.rank.shape
+        values = mcf.as_plain(found.singular_values, torch.float32)
+        torch.testing.assert_close(values, expected.singular_values)

