@@ -1,9 +1,9 @@
 """The logarithm of the gamma function and its first two derivatives, on guarded expansions.
 
 Arguments below 1/2 are reflected. Other arguments are shifted by the recurrence until Stirling's
-series has all bits. The logarithm of the product P = x (x + 1) (x + 2) ... is then subtracted. Near
-1 and 2, where the logarithm of the gamma function is 0, and near the positive zero of its derivative,
-Taylor series are used. Near zeros below 0 the error is relative to the cancelling parts.
+series has all bits. The logarithm of the product P = x (x + 1) (x + 2) ... is then subtracted.
+Taylor series are used near 1 and 2, where the logarithm of the gamma function is 0, and near the
+positive zero of its derivative. Near zeros below 0 the error is relative to the cancelling parts.
 """
 
 from __future__ import annotations

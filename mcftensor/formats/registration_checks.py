@@ -41,7 +41,7 @@ def require_codec(format: Format) -> None:
         dtypes = [c.dtype for c in encoded]
         if dtypes != [c.dtype for c in format.components]:
             raise TypeError(f"Format: encode of {name} gives {dtypes}, not its components' dtypes")
-        stored.append(Sum(format.decode(encoded)).to(torch.float64).flatten()[0].item())
+        stored.append(sum(x.flatten()[0].item() for x in reversed(format.decode(encoded))))
     zero, one, large, infinity, nan = stored
     is_large = infinity > 1 or infinity != infinity
     is_right = zero == 0 and one == 1 and 0 < large < torch.inf and is_large and nan != nan

@@ -10,6 +10,8 @@ import mcftensor as mcf
 from mcftensor.logits import row_chunks
 from support.ranks import on_ranks
 
+pytestmark = pytest.mark.with_float64("sums of exponentials are computed in float64")
+
 mine = mcf.functional
 ROWS, CLASSES = 7, 90
 ENDS = {1: (90,), 2: (31, 90), 4: (1, 47, 47, 90)}  # of parts; one of four is empty

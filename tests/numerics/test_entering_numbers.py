@@ -128,4 +128,5 @@ def test_moments_of_no_numbers_are_nan(format):
     x = mcf.as_expansion(torch.zeros(2, 0), format)
     for found in (x.std(), x.var(), torch.std_mean(x)[1], x.std(1), torch.var_mean(x, 1)[0]):
         assert torch.isnan(found).all()
-    assert x.std(1).shape == (2,) and x.std(0, keepdim=True).shape == (1, 0)
+    assert x.std(1).shape == (2,)
+    assert x.std(0, keepdim=True).shape == (1, 0)
