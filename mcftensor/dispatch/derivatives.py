@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from mcftensor.arithmetic import exact_constants as exact
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.dispatch.elementary import constant_in, evaluated, in_longer
+from mcftensor.dispatch.elementary import by_formula, constant_in, in_longer
 from mcftensor.dispatch.operands import is_wrapped, stored_in
 from mcftensor.formats import Format, named
 from mcftensor.tensor import MCFTensor
@@ -70,7 +70,7 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, name: str, format: str) -> Tensor:
-        return evaluated(name, x)
+        return by_formula(name, x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -33,7 +33,7 @@ from mcftensor.passes.operators import FUNCTIONS, Number, Operator
 from mcftensor.tensor import MCFTensor
 
 
-def evaluated(operation: str, *operands: Any) -> MCFTensor:
+def by_formula(operation: str, *operands: Any) -> MCFTensor:
     """Evaluate a formula on expansions of one format and numbers; one operand is an expansion."""
     first = expansions(operands)[0]
     format = first._format
@@ -51,7 +51,7 @@ def evaluated(operation: str, *operands: Any) -> MCFTensor:
 def _function(row: Operator) -> Callable[..., MCFTensor]:
     def function(*operands: Any) -> MCFTensor:
         operation, found = row.formula(*operands)
-        return evaluated(operation, *found)
+        return by_formula(operation, *found)
 
     return function
 
@@ -65,7 +65,7 @@ def _pow(x: Any, exponent: Any) -> Tensor:
             return torch.square(x)
         if exponent == -1:
             return torch.reciprocal(x)
-    return evaluated("pow", x, exponent)
+    return by_formula("pow", x, exponent)
 
 
 def in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,14 +172,14 @@ def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
 def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
     """Return PyTorch's softplus, which is x if beta x is above a threshold."""
     if beta == 1:
-        return torch.where(x > threshold, x, evaluated("softplus", x))
+        return torch.where(x > threshold, x, by_formula("softplus", x))
     return _scaled_softplus(x, beta, threshold)
 
 
 @in_longer
 def _scaled_softplus(x: Tensor, beta: float, threshold: float) -> Tensor:
     inner = x * beta
-    return torch.where(inner > threshold, x, evaluated("softplus", inner) / beta)
+    return torch.where(inner > threshold, x, by_formula("softplus", inner) / beta)
 
 
 @in_longer
@@ -245,7 +245,7 @@ def _elu_backward(
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    return evaluated("gelu_tanh" if approximate == "tanh" else "gelu", x)
+    return by_formula("gelu_tanh" if approximate == "tanh" else "gelu", x)
 
 
 @in_longer
@@ -286,7 +286,7 @@ def constant_in(format: Format, value: Fraction, device: torch.device) -> MCFTen
 def _polygamma(n: int, x: Tensor) -> Tensor:
     """The derivative of order n of digamma, whose own derivative is trigamma."""
     if n < 2:
-        return evaluated("trigamma" if n else "digamma", x)
+        return by_formula("trigamma" if n else "digamma", x)
     return _derivative_of_digamma(n, x)
 
 
@@ -464,7 +464,7 @@ def _shrink_backward(grad: Tensor, x: Tensor, limit: float) -> Tensor:
 
 def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the result and an empty buffer, as PyTorch's CUDA code does."""
-    return -evaluated("softplus", -x), x.new_empty(0)
+    return -by_formula("softplus", -x), x.new_empty(0)
 
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
