@@ -164,10 +164,15 @@ def findings_sizes_run() -> str:
     done = list(dict.fromkeys(million(row["million"]) for row in result["rows"]))
     every = [million(count_parameters(shape) / 1e6) for shape in sizes.SHAPES]
     missing = [size for size in every if size not in done]
+    by_count: dict[int, list[str]] = {}
+    for size, most in zip(every, sizes.SEEDS, strict=True):
+        if size in done:
+            by_count.setdefault(min(most, len(settings["seeds"])), []).append(size)
+    seeds = "; ".join(f"{count} of {', '.join(found)}" for count, found in by_count.items())
     return (
         f"- Run: {', '.join(done)}; not run: {', '.join(missing) or 'none'}.\n"
         f"- {settings['steps']} steps of {settings['batch_size']} windows, "
-        f"{len(settings['seeds'])} seeds, beta2 {sizes.BETA2:g}."
+        f"beta2 {sizes.BETA2:g}. Seeds: {seeds}."
     )
 
 
