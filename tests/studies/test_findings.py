@@ -134,6 +134,7 @@ def test_sizes(run, monkeypatch):
     """Of two sizes, each at the best of two rates and a third of it, and then the next."""
     shapes = (TINY, Shape(context=8, layers=1, width=16, heads=2))
     monkeypatch.setattr(sizes, "SHAPES", shapes)
+    monkeypatch.setattr(sizes, "SEEDS", (3, 1))
     monkeypatch.setattr(sizes, "RATES", (1e-5, 1e-2))
     monkeypatch.setattr(sizes, "STRATEGIES", ("master", "bf16"))
     monkeypatch.setattr(sizes, "BETA2S", (0.9,))
@@ -153,6 +154,7 @@ def test_sizes(run, monkeypatch):
     _, record = run("sizes", "--sizes", "2")
     assert record["rows"][:4] == first
     assert {t.shape for t in done} == {shapes[1]}, "the first size is there already"
+    assert {t.seed for t in done} == {0}
     assert [row["million"] for row in record["rows"]] == [
         trial.count_parameters(shape) / 1e6 for shape in shapes for _ in range(4)
     ]
