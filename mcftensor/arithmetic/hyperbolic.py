@@ -120,9 +120,8 @@ def tanhshrink(x: Terms) -> Terms:
     value = where(is_near, near, sub(size, _tanh_of_size(x), m))
     value = where(torch.isinf(leading), size, value)
     value = where(torch.signbit(leading), neg(value), value)
-    return finish(
-        value, terms, torch.where(torch.isnan(leading) | (leading == 0), leading, value[0])
-    )
+    plain = value[0] + 0.0  # 0 of -0, as by subtraction
+    return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
 
 
 def asinh(x: Terms) -> Terms:

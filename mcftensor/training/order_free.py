@@ -119,9 +119,9 @@ class OrderFree(Handle):
         model = self._model()
         if model is None:
             return
-        own = {p for group in optimizer.param_groups for p in group["params"]}
         current = trained(model)
-        if own.isdisjoint(current) and own.isdisjoint(self._names):
+        known = {id(p) for p in (*current, *self._names)}  # as compilers compare sets by values
+        if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
             return
         if current.keys() != self._names.keys():
             raise RuntimeError(

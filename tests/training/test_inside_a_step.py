@@ -432,6 +432,16 @@ def test_compiled_steps_set_attributes_of_optimizers_over_plain_parameters():
     assert p.tolist() == [3.0] * 3
 
 
+def test_compiled_steps_beside_order_free_gradients_of_another_model():
+    other = mcf.as_expansion(nn.Linear(32, 32), mcf.bf16i16)
+    handle = mcf.order_free_gradients(other, microbatches=2)
+    p = nn.Parameter(torch.ones(3))
+    optimizer = Calling([p], lambda p: p.mul_(3.0))
+    torch.compile(optimizer.step, backend="eager", fullgraph=True)()
+    handle.remove()
+    assert p.tolist() == [3.0] * 3
+
+
 def test_an_assigned_step_over_plain_parameters_is_itself():
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
