@@ -53,6 +53,7 @@ _FUNCTIONS: dict[str, Callable[..., networks.Terms]] = {
     "atanh": hyperbolic.atanh,
     "sigmoid": hyperbolic.sigmoid,
     "silu": hyperbolic.silu,
+    "mish": hyperbolic.mish,
     "softplus": logarithms.softplus,
     "gelu_tanh": hyperbolic.gelu_tanh,
     "sin": trigonometry.sin,

@@ -118,7 +118,7 @@ def tanhshrink(x: Terms) -> Terms:
     )
     near = mul(inner, mul(square, polynomial(square, taylor, 2.0 * _LOG2_NEAR, terms), m), m)
     value = where(is_near, near, sub(size, _tanh_of_size(x), m))
-    value = where(torch.isinf(leading), size, value)
+    value = where(size[0] == torch.inf, size, value)
     value = where(torch.signbit(leading), neg(value), value)
     plain = value[0] + 0.0  # 0 of -0, as by subtraction
     return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
@@ -230,6 +230,26 @@ def _weighted(x: Terms, argument: Terms) -> Terms:
     value = scaled(mul(value, where(is_inside, x, one(leading)), terms + 1), k)
     value = where(is_above, x, value)
     plain = torch.copysign(torch.where(is_below, 0.0, value[0]), leading)
+    return finish(value, terms, torch.where(torch.isnan(leading) | (leading == 0), leading, plain))
+
+
+def mish(x: Terms) -> Terms:
+    """x tanh(softplus(x)) = x (u - 1) / (u + 1), with u = (1 + e^x)²."""
+    terms, leading = len(x), x[0]
+    m, is_negative = terms + 1, leading < 0
+    limit, two = limit_of(leading) * math.log(2), constants(2, 1, leading)
+    q, k = exponentials.parts(bounded(neg(size_of(x)), limit), terms)
+    power = add(one(leading), q, m)
+    p = scaled(power, k)  # e^-|x|; for x < 0, u - 1 = p (2 + p), else (1 + 2 p) / p²
+    above = where(is_negative, add(two, p, m), add(one(leading), times(p, 2.0), m))
+    below = add(one(leading), times(mul(p, add(one(leading), p, m), m), 2.0), m)
+    below = where(is_negative, add(two, mul(p, above, m), m), below)
+    value = div(mul(above, where(is_negative, power, one(leading)), m), below, m)
+    is_inside = leading.abs() < limit
+    value = mul(value, where(is_inside, x, one(leading)), m)
+    value = scaled(value, torch.where(is_negative, k, torch.zeros_like(k)))
+    value = where(leading >= limit, x, value)
+    plain = torch.copysign(torch.where(leading <= -limit, 0.0, value[0]), leading)
     return finish(value, terms, torch.where(torch.isnan(leading) | (leading == 0), leading, plain))
 
 

@@ -200,26 +200,14 @@ def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return grad * (1 + x * torch.sigmoid(-x)) * torch.sigmoid(x.abs()) * root * root
 
 
-def _mish_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return p = e^-|x|, `_root`, and with u = (1 + e^x)^2 the numbers q = 1 + u and u - 1, divided
-    by e^2x where x is above 0; u - 1 is divided by e^x elsewhere."""
-    p = torch.exp(-x.abs())
-    square = torch.where(x < 0, 2 + p * (2 + p), 1 + 2 * p * (1 + p))
-    return p, _root(x), square, torch.where(x < 0, 2 + p, 1 + 2 * p)
-
-
-@in_longer
-def _mish(x: Tensor) -> Tensor:
-    """x tanh(softplus(x)) = x (u - 1) / (u + 1)."""
-    _, root, q, above = _mish_parts(x)
-    return x * (above / q) * root * root
-
-
 @in_longer
 def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
-    p, root, q, above = _mish_parts(x)
-    bend = torch.where(x < 0, 4 * (1 + p), 4 * (1 + p) * p * p) / (q * q)
-    return grad * (above / q + x * bend) * root * root
+    """By u = (1 + e^x)^2, as `hyperbolic.mish`."""
+    p, root = torch.exp(-x.abs()), _root(x)
+    below = torch.where(x < 0, 2 + p * (2 + p), 1 + 2 * p * (1 + p))
+    gate = torch.where(x < 0, 2 + p, 1 + 2 * p) / below
+    bend = torch.where(x < 0, 4 * (1 + p), 4 * (1 + p) * p * p) / (below * below)
+    return grad * (gate + x * bend) * root * root
 
 
 @in_longer
@@ -477,7 +465,6 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "logaddexp2": _logaddexp2,  # torch.logaddexp2
     "gelu": _gelu,  # F.gelu
     "gelu_backward": _gelu_backward,  # gradients of F.gelu
-    "mish": _mish,  # F.mish
     "polygamma": _polygamma,  # gradients of torch.digamma
     "elu": _elu,  # F.elu, F.selu
     "celu": lambda x, alpha=1: _celu(x, alpha),  # F.celu

@@ -83,7 +83,7 @@ def _binary(*names: str) -> list[Operator]:
 
 _FUNCTIONS = (
     *_unary("exp", "exp2", "expm1", "log", "log2", "log10", "log1p"),
-    *_unary("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "silu"),
+    *_unary("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "silu", "mish"),
     *_unary("sin", "cos", "tan", "asin", "acos", "atan", "erf", "erfc"),
     *_unary("lgamma", "digamma"),
     *_binary("pow", "atan2", "hypot"),
