@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mcftensor as mcf
 from common.bounds import (
     BOUNDS,
     LONGER,
@@ -57,6 +58,19 @@ from mcftensor.passes.expansion import (
 every_format = pytest.mark.parametrize("f", [*FORMATS, *LONGER], ids=lambda f: f.name)
 
 
+# Beside larger operands that cancel, tails below 2^-48 of them are lost without float64.
+of_sums = pytest.mark.parametrize(
+    "f",
+    [
+        pytest.param(f, marks=pytest.mark.with_float64("tails of operands that cancel"))
+        if f.wide == torch.float64
+        else f
+        for f in [*FORMATS, *LONGER]
+    ],
+    ids=lambda f: f.name,
+)
+
+
 def size_for(f):
     return SIZE[f.base] if f in FORMATS else SIZE[f.base] // 4
 
@@ -86,7 +100,7 @@ def within(name, f, errors):
 # -------------------------------------------------------------------------------------- bounds
 
 
-@every_format
+@of_sums
 def test_add(f):
     x, y, _ = operands(f, 0)
     result = add(x, y)
@@ -94,7 +108,19 @@ def test_add(f):
     assert within("add", f, add_error(result, x, y))
 
 
-@every_format
+def test_sums_without_float64_lose_what_lies_far_below_the_operands():
+    x, y, _ = operands(bf16x3, 0)
+    with mcf.without_float64():
+        result = add(x, y)
+    exact = total(x) + total(y)
+    allowed = 0.251 * 2.0**-24 * np.abs(exact).astype(float)
+    allowed += 2.0**-48 * (np.abs(total(x)) + np.abs(total(y))).astype(float)
+    lost = np.abs(total(result) - exact).astype(float)
+    assert (lost <= allowed).all()
+    assert (lost > 0.251 * 2.0**-24 * np.abs(exact).astype(float)).any()
+
+
+@of_sums
 def test_grow_with_numbers_of_any_size(f):
     rng = np.random.default_rng(1)
     low, high = MIDDLE[f.base]
