@@ -260,6 +260,7 @@ def test_a_plain_model_keeps_what_it_loads_unless_that_is_to_raise():
         nn.Linear(3, 2).load_state_dict(state)
 
 
+@pytest.mark.with_float64("scaled formats compute in float64")
 @pytest.mark.parametrize("write", ["copy_", "index", "add_", "out=", "_foreach_copy_"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_tensors_with_a_scale_are_rounded_with_a_word(write, dtype):
