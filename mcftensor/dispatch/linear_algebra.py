@@ -439,7 +439,7 @@ def _as_signs(x: Tensor) -> Tensor:
 
 
 def qr(a: Tensor, mode: str = "reduced") -> Any:
-    """Return Q and R; the diagonal of R is positive."""
+    """Return Q and R, with the signs of the machine type."""
     rows, columns = a.shape[-2:]
     if mode == "complete" and rows > columns:
         raise NotImplementedError("a complete QR of tall matrices in formats beyond 48 bits")

@@ -230,11 +230,9 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
 
     sharper = _SHARPER.get(func, func)
     result = sharper(*mapped(widen, args), **mapped(widen, kwargs))
-    return (
-        tree_map(narrow, result)
-        if out is None
-        else _assigned(name, out, result, found, (args, kwargs))
-    )
+    if out is None:
+        return tree_map(narrow, result)
+    return _assigned(name, out, result, found, (args, kwargs))
 
 
 def _assigned(name: str, out: Any, result: Any, found: list[MCFTensor], operands: Any) -> Any:
