@@ -1,8 +1,8 @@
 """The error function and the normal distribution, on guarded expansions.
 
-For x >= 0, erfc(x) = exp(-x²) g(x). The range of x + 1 between two powers of two is divided into
-four intervals of x; in each, g is its Taylor polynomial at the midpoint. For small arguments, erf
-is summed by its power series.
+erf is its Taylor polynomial at the nearest multiple of 1/2. For x >= 0, erfc(x) = exp(-x²) g(x).
+The range of x + 9/8 between two powers of two is divided into four intervals; in each, g is its
+Taylor polynomial at the midpoint, which is 0 for the first one.
 """
 
 from __future__ import annotations
@@ -28,21 +28,16 @@ from mcftensor.arithmetic.guarded import (
     finish,
     mul,
     neg,
-    polynomial,
-    precision_of,
     scaled,
-    series,
     size_of,
     sub,
     times,
+    to_integer,
     where,
 )
 
-_SMALL = 0.5
-"""The bound of |x| below which erf is summed by its power series."""
-
-_LOG2_H = -3.0
-"""log2 of half the width of an interval, divided by the power of two."""
+_OFFSET = Fraction(9, 8)
+"""What is added to x, so that its exponent and two more bits are the number of an interval of g."""
 
 
 def _end(base: Base) -> float:
@@ -50,63 +45,82 @@ def _end(base: Base) -> float:
     return math.sqrt((base.precision - base.min_exponent) * math.log(2))
 
 
-def _middles(base: Base) -> list[tuple[int, Fraction]]:
-    """Return the exponent and the midpoint of each interval.
+def _end_of_erf(base: Base, terms: int) -> float:
+    """Return the x beyond which erf is 1, to the bits of a function of `terms` terms."""
+    return math.sqrt((terms * base.precision + SPARE) * math.log(2))
 
-    The last interval is repeated until their number is a power of two.
-    """
+
+def _middles(base: Base) -> list[tuple[int, Fraction]]:
+    """Return the exponent and the midpoint of each interval of g."""
     found: list[tuple[int, Fraction]] = []
-    for i in range(32):
-        e, j = divmod(i, 4)
-        middle = 2**e * (1 + (j + Fraction(1, 2)) / 4) - 1
-        found.append((e, middle) if middle - Fraction(2**e, 8) < _end(base) else found[-1])
+    while not found or found[-1][1] + Fraction(2 ** found[-1][0], 8) < _end(base):
+        e, j = divmod(len(found), 4)
+        found.append((e, 2**e * (1 + (j + Fraction(1, 2)) / 4) - _OFFSET))
     return found
 
 
+class _Table:
+    """Polynomials of intervals: the coefficients of each power, and how many terms it needs."""
+
+    def __init__(self, columns: list[list[Fraction]], log2_h: float, base: Base, terms: int):
+        wanted = terms * base.precision + SPARE
+        sizes = [max(_sizes(column, log2_h)[:2]) for column in columns]
+        parts = [
+            max(part - size for part, size in zip(row, sizes, strict=True))
+            for row in zip(*(_sizes(column, log2_h) for column in columns), strict=True)
+        ]
+        kept = max(k for k, part in enumerate(parts) if part > -wanted) + 1
+        self.rows = list(zip(*columns, strict=True))[:kept]
+        self.widths = [
+            min(max(math.ceil((wanted + max(parts[k:kept])) / base.precision), 1), terms + 1)
+            for k in range(kept)
+        ]
+
+    def polynomial(self, h: Terms, bits: Tensor) -> Terms:
+        """The polynomial that the last bits of `bits` choose, at h."""
+        rows, widths = self.rows, self.widths
+        total = chosen(rows[-1], bits, widths[-1], h[0])
+        for k in range(len(rows) - 2, -1, -1):
+            product = mul(h, total, widths[k + 1])
+            total = add(chosen(rows[k], bits, widths[k], h[0]), product, widths[k])
+        return total
+
+
+def _sizes(column: list[Fraction], log2_h: float) -> list[float]:
+    """log2 of the largest contribution of each power."""
+    return [exact.log2_of(c) + k * log2_h for k, c in enumerate(column)]
+
+
 @functools.lru_cache(maxsize=16)
-def _polynomials(base: Base, terms: int) -> tuple[list[list[Fraction]], list[int]]:
-    """Return the coefficients of each power of h / 2^e, and how many terms of them are needed.
-
-    There is one coefficient for each interval.
-    """
-    wanted = terms * base.precision + SPARE
-    count = wanted * 2 // 5 + 8
+def _table_of_g(base: Base, terms: int) -> _Table:
+    count = (terms * base.precision + SPARE) * 2 // 5 + 8
     bits = (terms + 1) * base.precision + 64
-    columns = []
-    for e, c in _middles(base):
-        taylor = exact.scaled_erfc(c, count, bits)
-        columns.append([g * 2 ** (e * k) for k, g in enumerate(taylor)])
-    rows = [list(row) for row in zip(*columns, strict=True)]
-    parts = [_part(row, rows[0], k) for k, row in enumerate(rows)]
-    kept = max(k for k, part in enumerate(parts) if part > -wanted) + 1
-    widths = [
-        min(max(math.ceil((wanted + max(parts[k:kept])) / base.precision), 1), terms + 1)
-        for k in range(kept)
+    columns = [
+        [a * 2 ** (e * k) for k, a in enumerate(exact.scaled_erfc(c, count, bits))]
+        for e, c in _middles(base)
     ]
-    return rows[:kept], widths
+    return _Table(columns, -3, base, terms)
 
 
-def _part(row: list[Fraction], first: list[Fraction], k: int) -> float:
-    """log2 of the largest contribution of a power to g, relative to g."""
-    sizes = zip(row, first, strict=True)
-    return max(exact.log2_of(a) - exact.log2_of(b) for a, b in sizes) + k * _LOG2_H
+@functools.lru_cache(maxsize=16)
+def _table_of_erf(base: Base, terms: int) -> _Table:
+    count = (terms * base.precision + SPARE) // 3 + 8
+    bits = (terms + 1) * base.precision + 64
+    middles = range(round(2 * _end_of_erf(base, terms)) + 1)
+    columns = [list(exact.erf_series(Fraction(c, 2), count, bits)) for c in middles]
+    return _Table(columns, -2, base, terms)
 
 
 def _scaled_erfc(x: Terms, terms: int) -> Terms:
     """g(x) for x at least 0 and below the end."""
-    base, m = BASES[x[0].dtype], terms + 1
-    p = base.precision
-    bits = ((x[0] + 1).view(base.integer) >> (p - 3)) - 4 * base.max_exponent
+    base = BASES[x[0].dtype]
+    offset = (x[0] + float(_OFFSET)).view(base.integer) >> (base.precision - 3)
+    bits = offset - 4 * base.max_exponent
     middles = _middles(base)
     (middle,) = chosen([c for _, c in middles], bits, 1, x[0])
     (unit,) = chosen([Fraction(1, 2**e) for e, _ in middles], bits, 1, x[0])
-    h = times(sub(x, (middle,), m), unit)
-    rows, widths = _polynomials(base, terms)
-    total = chosen(rows[-1], bits, widths[-1], x[0])
-    for k in range(len(rows) - 2, -1, -1):
-        product = mul(h, total, widths[k + 1])
-        total = add(chosen(rows[k], bits, widths[k], x[0]), product, widths[k])
-    return total
+    h = times(sub(x, (middle,), terms + 1), unit)
+    return _table_of_g(base, terms).polynomial(h, bits)
 
 
 def _complement(x: Terms, terms: int) -> tuple[Terms, Tensor]:
@@ -119,26 +133,17 @@ def _complement(x: Terms, terms: int) -> tuple[Terms, Tensor]:
     return mul(add(one(x[0]), q, m), _scaled_erfc(size, terms), m), k
 
 
-def _series(x: Terms, terms: int) -> Terms:
-    """erf(x) for small |x|."""
-    m = terms + 1
-    inner = where(x[0].abs() < _SMALL, x, (torch.zeros_like(x[0]),))
-    wanted = terms * precision_of(x[0]) + SPARE
-    log2_square = 2 * math.log2(_SMALL)
-    taylor = series(
-        lambda k: Fraction((-1) ** k, math.factorial(k) * (2 * k + 1)), log2_square, wanted
-    )
-    value = mul(inner, polynomial(mul(inner, inner, m), taylor, log2_square, terms), m)
-    bits = bits_of(x[0], terms)
-    return mul(value, constants(2 / exact.sqrt(exact.pi(bits), bits), m, x[0]), m)
-
-
 def erf(x: Terms) -> Terms:
     """The error function."""
     terms, leading = len(x), x[0]
-    far = sub(one(leading), scaled(*_complement(x, terms)), terms + 1)
-    far = where(leading < 0, neg(far), far)
-    value = where(leading.abs() < _SMALL, _series(x, terms), far)
+    base = BASES[leading.dtype]
+    size = size_of(x)
+    is_inside = size[0] < _end_of_erf(base, terms)
+    size = where(is_inside, size, (torch.zeros_like(leading),))
+    twice, bits = to_integer(2 * size[0])
+    h = sub(size, (twice * 0.5,), terms + 1)
+    value = where(is_inside, _table_of_erf(base, terms).polynomial(h, bits), one(leading))
+    value = where(leading < 0, neg(value), value)
     return finish(value, terms, torch.where(_passes(leading), leading, value[0]))
 
 
@@ -150,15 +155,8 @@ def _upper(x: Terms, terms: int) -> tuple[Terms, Tensor]:
     """erfc(x) as v 2^k."""
     m, leading = terms + 1, x[0]
     v, k = _complement(x, terms)
-    is_near = leading.abs() < _SMALL
-    whole = scaled(v, k)
-    other = where(
-        is_near,
-        sub(one(leading), _series(x, terms), m),
-        sub(constants(2, 1, leading), whole, m),
-    )
-    is_other = is_near | (leading < 0)
-    return where(is_other, other, v), torch.where(is_other, torch.zeros_like(k), k)
+    other = sub(constants(2, 1, leading), scaled(v, k), m)
+    return where(leading < 0, other, v), torch.where(leading < 0, torch.zeros_like(k), k)
 
 
 def erfc(x: Terms) -> Terms:

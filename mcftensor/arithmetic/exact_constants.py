@@ -139,24 +139,45 @@ def exp(x: Fraction, bits: int) -> Fraction:
 def scaled_erfc(c: Fraction, count: int, bits: int) -> tuple[Fraction, ...]:
     """The Taylor coefficients of g(x) = exp(x²) erfc(x) at c >= 0.
 
-    The first one follows from exp(x²) erf(x), which is 2 / sqrt(pi) times the sum of 2^k x^(2k + 1)
-    / (2k + 1)!!. The others follow from g' = 2 x g - 2 / sqrt(pi). Both computations cancel, so
-    they use more bits.
+    The first one follows from exp(x²) erf(x), the others from g' = 2 x g - 2 / sqrt(pi). Both
+    computations cancel, so they use more bits.
     """
     one = bits + math.ceil(float(c * c) * 1.5 + count * (math.log2(float(c) + 2) + 4)) + _GUARD
-    square, term, total, k = c * c, _fixed(c, one), 0, 0
-    while term:
-        total += term
-        k += 1
-        term = term * 2 * square.numerator // (square.denominator * (2 * k + 1))
+    total = _scaled_erf(c, one)
     factor = _fixed(2 / sqrt(pi(one), one), one)
-    series = [_fixed(exp(square, one), one) - (total * factor >> one)]
+    series = [_fixed(exp(c * c, one), one) - (total * factor >> one)]
     twice = 2 * c
     series.append(series[0] * twice.numerator // twice.denominator - factor)
     for k in range(1, count):
         after = series[k] * twice.numerator // twice.denominator + 2 * series[k - 1]
         series.append(after // (k + 1))
     return tuple(_nearest(Fraction(x, 1 << one), bits) for x in series[:count])
+
+
+@functools.lru_cache(maxsize=256)
+def erf_series(c: Fraction, count: int, bits: int) -> tuple[Fraction, ...]:
+    """The Taylor coefficients of erf at c >= 0, with an absolute error of 2^-bits.
+
+    The others follow from f'' = -2 x f', where an error grows at most e^(2 c) times.
+    """
+    one = bits + math.ceil(float(c) * (float(c) * 1.5 + 3)) + count + _GUARD
+    slope = _fixed(2 / (sqrt(pi(one), one) * exp(c * c, one)), one)
+    slopes, twice = [slope], 2 * c
+    for k in range(count - 2):
+        after = slopes[k] * twice.numerator // twice.denominator
+        slopes.append(-(after + (2 * slopes[k - 1] if k else 0)) // (k + 1))
+    series = [_scaled_erf(c, one) * slope >> one, *(x // (k + 1) for k, x in enumerate(slopes))]
+    return tuple(_nearest(Fraction(x, 1 << one), bits) for x in series)
+
+
+def _scaled_erf(c: Fraction, one: int) -> int:
+    """sqrt(pi) / 2 exp(c²) erf(c), the sum of 2^k c^(2k + 1) / (2k + 1)!!, in units of 2^-one."""
+    square, term, total, k = c * c, _fixed(c, one), 0, 0
+    while term:
+        total += term
+        k += 1
+        term = term * 2 * square.numerator // (square.denominator * (2 * k + 1))
+    return total
 
 
 @functools.lru_cache(maxsize=8)

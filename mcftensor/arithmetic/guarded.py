@@ -216,7 +216,7 @@ def exponent_of(x: Tensor) -> Tensor:
 
 
 def chosen(table: Sequence[Constant], bits: Tensor, count: int, like: Tensor) -> Terms:
-    """Look up entries of a table of 2^k constants by the last k bits of `bits`."""
+    """Look up entries of a table of at most 2^k constants by the last k bits of `bits`."""
     entries = [floats_of(value, precision_of(like), count) for value in table]
     masks = [(bits & (1 << i)) != 0 for i in range((len(table) - 1).bit_length())]
     return tuple(_chosen([x[i] for x in entries], masks, like) for i in range(count))
@@ -225,7 +225,9 @@ def chosen(table: Sequence[Constant], bits: Tensor, count: int, like: Tensor) ->
 def _chosen(values: Sequence[float], masks: Sequence[Tensor], like: Tensor) -> Tensor:
     found = [constant(x, like) for x in values]
     for mask in masks:
-        found = [torch.where(mask, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
+        last = found[len(found) & ~1 :]
+        pairs = zip(found[::2], found[1::2], strict=False)
+        found = [*(torch.where(mask, b, a) for a, b in pairs), *last]
     return found[0]
 
 
