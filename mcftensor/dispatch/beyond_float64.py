@@ -19,9 +19,13 @@ from mcftensor.dispatch import (
     decompositions,
     elementary,
     linear_algebra,
+    losses,
+    matrix_functions,
     matrix_products,
+    norm_gradients,
     pooling,
     random_numbers,
+    scattering,
 )
 from mcftensor.dispatch.elementary import in_longer
 from mcftensor.dispatch.matrix_products import added
@@ -170,55 +174,25 @@ def _pdist_backward(grad: Tensor, x: Tensor, p: float, distances: Tensor) -> Ten
     return torch.zeros_like(x).index_add(0, torch.cat([i, j]), torch.cat([slopes, -slopes]))
 
 
-# -------------------------------------------------------------------------------- accumulation
-
-
-def _accumulate(x: Tensor, positions: Tensor, values: Tensor) -> Tensor:
-    """Return x with values added at flat positions, which may occur more than once."""
-    positions = positions.reshape(-1)
-    order = torch.argsort(positions, stable=True)
-    positions, values = positions[order], values.reshape(-1)[order]
-    places = torch.arange(len(positions), device=positions.device)
-    first = torch.ones_like(positions, dtype=torch.bool)
-    first[1:] = positions[1:] != positions[:-1]
-    occurrence = places - places.masked_fill(~first, 0).cummax(0).values
-    result = x.reshape(-1).clone()
-    for i in range(int(occurrence.max()) + 1 if len(positions) else 0):
-        chosen = occurrence == i
-        at = positions[chosen]
-        result = result.index_put((at,), result[at] + values[chosen])
-    return result.reshape(x.shape)
-
-
-def _places(x: Tensor) -> Tensor:
-    return torch.arange(x.numel(), device=x.device).view(x.shape)
-
-
-def _index_put(
-    x: Tensor, indices: list[Any], values: Tensor, accumulate: bool = True, unsafe: bool = False
+def _trilinear(
+    x: Tensor,
+    y: Tensor,
+    z: Tensor,
+    new_x: Sequence[int],
+    new_y: Sequence[int],
+    new_z: Sequence[int],
+    summed: Sequence[int],
+    _: int = 1,
 ) -> Tensor:
-    positions = _places(x)[tuple(slice(None) if i is None else i for i in indices)]
-    return _accumulate(x, positions, values.expand(positions.shape))
-
-
-def _index_put_impl(
-    x: Tensor, indices: list[Any], values: Tensor, accumulate: bool = False, unsafe: bool = False
-) -> Tensor:
-    put = _index_put if accumulate else torch.index_put
-    return put(x, indices, values)
-
-
-def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
-    positions = _places(x).index_select(dim, index)
-    return _accumulate(x, positions, source if alpha == 1 else source * alpha)
-
-
-def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    part = source[tuple(slice(0, n) for n in index.shape)]
-    slices = tuple(
-        slice(None) if d == dim % x.dim() else slice(0, n) for d, n in enumerate(index.shape)
-    )
-    return _accumulate(x, _places(x)[slices].gather(dim, index), part)
+    """Return products of three tensors with new dimensions, summed along some of all."""
+    for d in new_x:
+        x = x.unsqueeze(d)
+    for d in new_y:
+        y = y.unsqueeze(d)
+    for d in new_z:
+        z = z.unsqueeze(d)
+    product = x * y * z
+    return _sum(product, summed) if summed else product
 
 
 # --------------------------------------------------------------------------------- elementwise
@@ -283,6 +257,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "addmv": added(matrix_products.mv),  # torch.addmv
     "addbmm": added(lambda x, y: _sum(matrix_products.multiplied(x, y), 0)),  # torch.addbmm
     "addr": added(lambda x, y: x.unsqueeze(1) * y.unsqueeze(0)),  # torch.addr
+    "_trilinear": in_longer(_trilinear),  # F.bilinear
     "convolution": convolutions.convolution,  # F.conv1d, F.conv_transpose2d
     "convolution_backward": convolutions.convolution_backward,  # their gradients
     **{
@@ -298,11 +273,6 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
             "_adaptive_avg_pool3d_backward": pooling.gradients_of_adaptive_averages(3),
         }.items()
     },  # pooling, and its gradients
-    "index_put": _index_put,  # x.index_put with accumulate, gradients of x[i]
-    "_unsafe_index_put": _index_put,  # compiled gradients of F.interpolate
-    "_index_put_impl": _index_put_impl,  # x._index_put_impl_
-    "index_add": _index_add,  # x.index_add, gradients of x.index_select
-    "scatter_add": _scatter_add,  # x.scatter_add, gradients of x.gather
     "eye": torch.eye,  # nn.init.eye_
     "sign": _sign,  # x.sign, gradients of x.abs
     "sgn": _sign,  # x.sgn
@@ -324,8 +294,13 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "linalg_lstsq": linear_algebra.lstsq,  # torch.linalg.lstsq
     "_linalg_eigh": linear_algebra.eigh,  # torch.linalg.eigh, eigvalsh
     "_linalg_svd": linear_algebra.svd,  # torch.linalg.svd, svdvals, cond
+    "linalg_pinv": matrix_functions.pinv,  # torch.linalg.pinv
+    "linalg_matrix_exp": matrix_functions.exp,  # torch.linalg.matrix_exp
     "allclose": _allclose,  # torch.allclose
+    **scattering.ALGORITHMS,  # x.index_add, gradients of F.max_pool2d
     **decompositions.ALGORITHMS,  # nn.LayerNorm, F.mse_loss
+    **losses.ALGORITHMS,  # gradients of F.mse_loss
+    **norm_gradients.ALGORITHMS,  # gradients of nn.BatchNorm2d
     **elementary.ALGORITHMS,  # torch.exp, x.softmax
     **random_numbers.ALGORITHMS,  # x.normal_, nn.init
 }
@@ -343,8 +318,6 @@ def by_algorithm(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
     targets = written_to(func, args, kwargs)
     plain_name = name.removesuffix("_") if targets and name not in ALGORITHMS else name
     found_for = ALGORITHMS.get(plain_name)
-    if found_for is None and all(x._format.precision <= 48 for x in found):
-        found_for = decompositions.WITH_FLOATS.get(plain_name)
     if found_for is None or len(targets) > 1:
         raise refusal(func, found, f"it has no algorithm for {format.precision} bits")
     dtype, _ = kwargs.pop("dtype", None), kwargs.pop("out", None)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic.ordering import choose, clamp, equal, less, maximum, minimum
 from mcftensor.arithmetic.rounding import quiet
-from mcftensor.dispatch.default_handler import compute
+from mcftensor.dispatch.default_handler import PRECISION, compute
 from mcftensor.dispatch.operands import (
     common_format,
     common_role,
@@ -273,12 +273,16 @@ def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     aten.searchsorted.Scalar,  # torch.searchsorted(x, 3.0)
     aten.bucketize.Tensor,  # torch.bucketize
     aten.bucketize.Scalar,  # torch.bucketize(3.0, x)
+    aten.isin.Tensor_Tensor,  # torch.isin
+    aten.isin.Tensor_Scalar,  # torch.isin(x, 3.0)
+    aten.isin.Scalar_Tensor,  # torch.isin(3.0, x)
 )
 @of_terms
 def search(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the places of numbers in a sorted sequence."""
+    """Return the places of numbers in a sequence, or whether it has them."""
     found = expansions(args)
-    in_float64 = has_float64(found[0].device) and not has_rests(args)
+    fits = has_float64(found[0].device) and all(x._format.precision <= PRECISION for x in found)
+    in_float64 = fits and not has_rests(args)
     if all(x.acts_as == "parameter" for x in found) or in_float64:
         return compute(func, *args, **kwargs)
     format, columns = _enter(func.overloadpacket.__name__, args[:2])
@@ -287,4 +291,6 @@ def search(func: Any, *args: Any, **kwargs: Any) -> Any:
     shapes = [terms[0].shape for terms in columns]
     own = ranks.split([x.numel() for x in shapes])
     places = [x.reshape(shape) for x, shape in zip(own, shapes, strict=True)]
-    return func.overloadpacket.Tensor(*places, *args[2:], **kwargs)
+    packet = func.overloadpacket
+    on_tensors = packet.Tensor_Tensor if packet is aten.isin else packet.Tensor
+    return on_tensors(*places, *args[2:], **kwargs)

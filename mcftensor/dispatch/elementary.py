@@ -343,7 +343,7 @@ def _logit(x: Tensor, eps: float | None = None) -> Tensor:
 def _sinc(x: Tensor) -> Tensor:
     """sin(pi x) / (pi x), from the exact distance to the nearest integer."""
     whole = x.round()
-    pi = like(x, exact.pi((x._format.terms + 2) * BASES[x.dtype].precision))  # type: ignore[attr-defined]
+    pi = like(x, exact.pi(_bits_of(x)))
     sine = torch.sin((x - whole) * pi)
     sine = torch.where(torch.remainder(whole, 2) == 1, -sine, sine)
     return torch.where(x == 0, torch.ones_like(x), sine / (x * pi))
@@ -455,6 +455,23 @@ def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     return -by_formula("softplus", -x), x.new_empty(0)
 
 
+@in_longer
+def _degrees_to_radians(x: Tensor) -> Tensor:
+    return x * like(x, exact.pi(_bits_of(x)) / 180)
+
+
+@in_longer
+def _mvlgamma(x: Tensor, p: int) -> Tensor:
+    halves = torch.arange(1 - p, 1, dtype=x.dtype, device=x.device) / 2
+    rest = like(x, Fraction(p * (p - 1), 4) * exact.log_of_pi(_bits_of(x)))
+    return torch.lgamma(x.unsqueeze(-1) + halves).sum(-1) + rest
+
+
+def _bits_of(x: Tensor) -> int:
+    """Return the bits that a constant needs to be rounded to the format of x."""
+    return (x._format.terms + 2) * BASES[x.dtype].precision  # type: ignore[attr-defined]
+
+
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     **{name: _function(row) for name, row in FUNCTIONS.items()},  # x.exp, torch.atan2
     "pow": _pow,  # x ** 0.3
@@ -490,6 +507,8 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "binary_cross_entropy": _binary_cross_entropy,  # F.binary_cross_entropy
     "binary_cross_entropy_backward": _binary_cross_entropy_backward,  # its gradients
     "special_entr": _entr,  # torch.special.entr
+    "deg2rad": _degrees_to_radians,  # torch.deg2rad
+    "mvlgamma": _mvlgamma,  # torch.mvlgamma
     # Gradients of the functions of these names.
     "sigmoid_backward": in_longer(lambda grad, y: grad * (1 - y) * y),
     "tanh_backward": in_longer(lambda grad, y: grad * (1 - y * y)),

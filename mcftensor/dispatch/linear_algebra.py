@@ -345,11 +345,12 @@ def _determinant(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
     for i, pivot in enumerate(pivots.tolist()):
         number = number * packed[i, i] * (1 if pivot == i + 1 else -1)
         more = _plain(number).frexp().exponent
-        number, exponent = _by_power(number, -more), exponent + more
+        number, exponent = by_power(number, -more), exponent + more
     return number, exponent, packed, pivots
 
 
-def _by_power(x: Tensor, exponent: Tensor) -> Tensor:
+def by_power(x: Tensor, exponent: Tensor) -> Tensor:
+    """Return x * 2^exponent, even where 2^exponent is out of range."""
     for part in (exponent // 2, exponent - exponent // 2):
         x = x * _power_of_two(part, x)
     return x
@@ -371,7 +372,7 @@ def _as_factored(a: Tensor) -> Tensor:
 def det(a: Tensor) -> Any:
     """Return determinants, packed factors and pivots."""
     number, exponent, packed, pivots = _determinant(_as_factored(a))
-    return _by_power(number, exponent), packed, pivots
+    return by_power(number, exponent), packed, pivots
 
 
 def slogdet(a: Tensor) -> Any:

@@ -152,6 +152,7 @@ def _keep_hooks(x: MCFTensor, new: MCFTensor) -> None:
     *(getattr(aten, f"{name}_copy") for name in _VIEW_COPIES),
     aten.slice_backward.default,  # gradients of x[1:]
     aten.select_backward.default,  # gradients of x[0]
+    aten.diagonal_backward.default,  # gradients of x.diagonal
     aten._pin_memory.default,  # x.pin_memory, data loaders, offloading
 )
 def move_elements(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,213 @@
+"""Elements written to places that may occur more than once, in formats beyond 48 bits.
+
+The gradients of operations that select elements are of this kind, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _combined(
+    x: Tensor,
+    positions: Tensor,
+    values: Tensor,
+    combine: Callable[[Tensor, Tensor], Tensor] = torch.add,
+    include_self: bool = True,
+) -> Tensor:
+    """Return x with its elements at flat positions combined with values, one after another.
+
+    Without `include_self`, the first value takes the place of the element.
+    """
+    positions = positions.reshape(-1)
+    order = torch.argsort(positions, stable=True)
+    positions, values = positions[order], values.reshape(-1)[order]
+    places = torch.arange(len(positions), device=positions.device)
+    first = torch.ones_like(positions, dtype=torch.bool)
+    first[1:] = positions[1:] != positions[:-1]
+    occurrence = places - places.masked_fill(~first, 0).cummax(0).values
+    result = x.reshape(-1).clone()
+    for i in range(int(occurrence.max()) + 1 if len(positions) else 0):
+        chosen = occurrence == i
+        at, new = positions[chosen], values[chosen]
+        if i or include_self:
+            new = combine(result[at], new)
+        result = result.index_put((at,), new)
+    return result.reshape(x.shape)
+
+
+def _places(x: Tensor) -> Tensor:
+    """Return the flat position of each element."""
+    return torch.arange(x.numel(), device=x.device).view(x.shape)
+
+
+def _index_put(
+    x: Tensor, indices: list[Any], values: Tensor, accumulate: bool = True, unsafe: bool = False
+) -> Tensor:
+    positions = _places(x)[tuple(slice(None) if i is None else i for i in indices)]
+    return _combined(x, positions, values.expand(positions.shape))
+
+
+def _index_put_impl(
+    x: Tensor, indices: list[Any], values: Tensor, accumulate: bool = False, unsafe: bool = False
+) -> Tensor:
+    put = _index_put if accumulate else torch.index_put
+    return put(x, indices, values)
+
+
+def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    if accumulate:
+        return _combined(x, torch.where(index < 0, index + x.numel(), index), source)
+    flat = x.reshape(-1).index_put((index.reshape(-1),), source.reshape(-1))
+    return flat.reshape(x.shape)
+
+
+def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    positions = _places(x).index_select(dim, index)
+    return _combined(x, positions, source if alpha == 1 else source * alpha)
+
+
+def _scatter_positions(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    slices = tuple(
+        slice(None) if d == dim % x.dim() else slice(0, n) for d, n in enumerate(index.shape)
+    )
+    return _places(x)[slices].gather(dim, index)
+
+
+def _scattered(x: Tensor, index: Tensor) -> Tensor:
+    return x[tuple(slice(0, n) for n in index.shape)]
+
+
+def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    return _combined(x, _scatter_positions(x, dim, index), _scattered(source, index))
+
+
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "prod": torch.mul,
+    "amax": torch.maximum,
+    "amin": torch.minimum,
+}
+
+
+def _reduced(
+    x: Tensor, positions: Tensor, values: Tensor, reduce: str, include_self: bool
+) -> Tensor:
+    found = _combined(x, positions, values, _COMBINE[reduce], include_self)
+    if reduce != "mean":
+        return found
+    count = torch.bincount(positions.reshape(-1), minlength=x.numel()).view(x.shape)
+    return found / (count + include_self).clamp(min=1).to(x.dtype)
+
+
+def _scatter_reduce(
+    x: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Tensor:
+    positions = _scatter_positions(x, dim, index)
+    return _reduced(x, positions, _scattered(source, index), reduce, include_self)
+
+
+def _index_reduce(
+    x: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Tensor:
+    return _reduced(x, _places(x).index_select(dim, index), source, reduce, include_self)
+
+
+def _bincount(places: Tensor, weights: Tensor, minlength: int = 0) -> Tensor:
+    longest = max(minlength, int(places.max()) + 1 if len(places) else 0)
+    return _combined(weights.new_zeros(longest), places, weights)
+
+
+# ------------------------------------------------------------------ gradients of selected elements
+
+
+def _of_maxima(dims: int) -> Callable[..., Tensor]:
+    """Return the gradient of pooling by maxima, whose places in a plane are the last argument."""
+
+    def backward(grad: Tensor, x: Tensor, *others: Any) -> Tensor:
+        planes = torch.zeros_like(x).flatten(-dims)
+        found = planes.scatter_add(-1, others[-1].flatten(-dims), grad.flatten(-dims))
+        return found.view(x.shape)
+
+    return backward
+
+
+def _of_selected(grad: Tensor, shape: Sequence[int], sources: Sequence[Tensor]) -> Tensor:
+    """Return the gradient of x[..., sources], one source for each of the last dimensions."""
+    found = grad.new_zeros(shape)
+    places = _places(found)
+    for axis, source in enumerate(sources, -len(sources)):
+        places = places.index_select(axis, source)
+    return _combined(found, places, grad)
+
+
+def _of_padding(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
+    sources: list[Tensor] = []
+    for i in range(len(padding) // 2):
+        n = x.shape[-1 - i]
+        before, after = padding[2 * i : 2 * i + 2]
+        sources.insert(0, torch.arange(-before, n + after, device=x.device).clamp(0, n - 1))
+    return _of_selected(grad, x.shape, sources)
+
+
+def _of_nearest(upsample: Any) -> Callable[..., Tensor]:
+    """Return the gradient of interpolation by nearest elements, given its form for one axis."""
+
+    def backward(
+        grad: Tensor, sizes: Sequence[int], shape: Sequence[int], *scales: float | None
+    ) -> Tensor:
+        sources = []
+        for size, n, scale in zip(sizes, shape[2:], scales or [None] * len(sizes), strict=True):
+            axis = torch.arange(n, dtype=torch.float32, device=grad.device)
+            sources.append(upsample(axis.view(1, 1, n), [size], scale).view(-1).long())
+        return _of_selected(grad, shape, sources)
+
+    return backward
+
+
+ALGORITHMS: dict[str, Callable[..., Any]] = {
+    "index_put": _index_put,  # x.index_put with accumulate, gradients of x[i]
+    "_unsafe_index_put": _index_put,  # compiled gradients of F.interpolate
+    "_index_put_impl": _index_put_impl,  # x._index_put_impl_
+    "put": _put,  # x.put, gradients of x.take
+    "index_add": _index_add,  # x.index_add, gradients of x.index_select
+    "index_reduce": _index_reduce,  # x.index_reduce
+    "scatter_add": _scatter_add,  # x.scatter_add, gradients of x.gather
+    "scatter_reduce": _scatter_reduce,  # x.scatter_reduce
+    "bincount": _bincount,  # torch.bincount of weights
+    "max_pool2d_with_indices_backward": _of_maxima(2),  # gradients of F.max_pool2d
+    "max_pool3d_with_indices_backward": _of_maxima(3),  # gradients of F.max_pool3d
+    "adaptive_max_pool2d_backward": _of_maxima(2),  # gradients of F.adaptive_max_pool2d
+    "adaptive_max_pool3d_backward": _of_maxima(3),  # gradients of F.adaptive_max_pool3d
+    "replication_pad1d_backward": _of_padding,  # gradients of F.pad
+    "replication_pad2d_backward": _of_padding,
+    "replication_pad3d_backward": _of_padding,
+    **{
+        f"{name}{dims}d_backward": _of_nearest(upsample)
+        for name, upsample in {
+            "upsample_nearest": aten.upsample_nearest1d,
+            "_upsample_nearest_exact": aten._upsample_nearest_exact1d,
+        }.items()
+        for dims in (1, 2, 3)
+    },  # gradients of F.interpolate
+}
+"""Algorithms by the names of aten operators."""
