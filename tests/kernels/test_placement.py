@@ -386,7 +386,7 @@ WAITS = {
     "dispatch/rounded_arguments.py _has_bits": "other_operators-bf16x2",
     "dispatch/rounded_arguments.py _corrected": "other_operators-fp32x2",
     "dispatch/rounded_arguments.py _places": "other_operators-fp32x2",
-    "dispatch/beyond_float64.py _accumulate": "beyond_float64",
+    "dispatch/scattering.py _combined": "beyond_float64",
     "arithmetic/products.py _further": "beyond_float64",
     "formats/defaults.py format_of_weights": "conversion_on_the_device",
     "formats/block_codes.py require": "modes-compact",

@@ -308,6 +308,14 @@ def test_pseudo_inverses_of_deficient_matrices(format):
     assert_near(symmetric, list(filled(numbers(square), 2, 2) ** -1), 200)
 
 
+def test_matrices_along_a_diagonal(format):
+    a, b, c = sample(format, 2, 3), sample(format, 2, seed=1), sample(format, seed=2)
+    found = torch.block_diag(a, b, c)
+    x, y = numbers(a), numbers(b)
+    rows = [[*x[:3], 0, 0, 0], [*x[3:], 0, 0, 0], [0, 0, 0, *y, 0], [0] * 5 + numbers(c.view(1))]
+    assert_near(found, list(itertools.chain(*rows)), 0)
+
+
 def test_logit_and_bilinear(format):
     x = sample(format, 3).abs() / 8 + 0.25
     expected = [1 / (a * (1 - a)) for a in numbers(x)]
