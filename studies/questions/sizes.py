@@ -113,7 +113,6 @@ def draw(found: dict[str, Any], path: Path) -> None:
             axes.set_xticks(millions, [f"{x:.2g}" for x in millions])
             axes.set_xticks([], minor=True)
             axes.set_xlim(millions[0] / 1.6, millions[-1] * 1.6)
-        row[0].set_yscale("symlog", linthresh=0.01)
         row[0].yaxis.set_major_formatter("{x:g}")
         row[1].set_ylim(0, 1.1)
         row[2].set_ylim(-0.03, 1.03)
