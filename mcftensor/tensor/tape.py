@@ -162,14 +162,16 @@ class Tape:
         return strand
 
     def _make_room(self) -> None:
-        """Run the older half of the strands if they are many, or all if their tensors are large.
+        """Run the older half of the strands if they are many, or all but the latest if their
+        tensors are large.
 
-        Strands with results that have no memory yet are left: the caller may be about to drop them.
+        The next strand may be read together with the latest one, and `part` is to see it. Strands
+        with results that have no memory yet are left: the caller may be about to drop them.
         """
         is_much = self._elements > MUCH
         if is_much or len(self.strands) >= FEW:
             try:
-                _run(self.strands if is_much else self.strands[: FEW // 2], with_results=False)
+                _run(self.strands[: -1 if is_much else FEW // 2], with_results=False)
             finally:
                 self.strands = [x for x in self.strands if x.trace is not EMPTY]
                 self._latest = {k: x for k, x in self._latest.items() if x.trace is not EMPTY}
