@@ -4,6 +4,7 @@ Each scenario runs on the CPU and on a device that is pretended, and must leave 
 """
 
 import ast
+import contextlib
 import functools
 import re
 import tempfile
@@ -377,17 +378,14 @@ WAITS = {
     "patches/distributed.py _converted": "conversion_on_the_device",
     "tensor/tensor.py _like": "modes-compact",
     "formats/moving.py move_component": "operations-mxfp8",
-    "scaling/structure_rules.py _to_copy": "scaled-float16",
     "dispatch/operands.py overwrite": "changes_of_place",
     "dispatch/operands.py uninterrupted": "other_operators-bf16x2",
     "dispatch/comparison.py all_equal": "what_is_read",
     "dispatch/comparison.py by_rank": "what_is_read",
-    "tensor/readable_values.py _on_host": "what_is_read",
-    "dispatch/rounded_arguments.py _has_bits": "other_operators-bf16x2",
-    "dispatch/rounded_arguments.py _corrected": "other_operators-fp32x2",
-    "dispatch/rounded_arguments.py _places": "other_operators-fp32x2",
     "dispatch/scattering.py _combined": "beyond_float64",
+    "arithmetic/products.py __init__": "beyond_float64",
     "arithmetic/products.py _further": "beyond_float64",
+    "arithmetic/products.py _unmatched": "beyond_float64",
     "formats/defaults.py format_of_weights": "conversion_on_the_device",
     "formats/block_codes.py require": "modes-compact",
     "formats/expansion_format.py _normalized": "files",
@@ -397,7 +395,20 @@ WAITS = {
     "arithmetic/integer_parts.py modulo": "other_operators-fp32x2",
     "arithmetic/integer_parts.py _at": "other_operators-fp32x2",
 }
-# The same from the second step on.
+WITH_FLOAT64 = {
+    "scaling/structure_rules.py _to_copy": "scaled-float16",
+    "tensor/readable_values.py _on_host": "what_is_read",
+    "dispatch/rounded_arguments.py _has_bits": "other_operators-bf16x2",
+    "dispatch/rounded_arguments.py _corrected": "other_operators-fp32x2",
+    "dispatch/rounded_arguments.py _places": "other_operators-fp32x2",
+}
+WITHOUT_FLOAT64 = {
+    "passes/optimizer_steps.py _numbers": "inside_a_graph-fused",
+    "passes/optimizer_steps.py _at_hand": "inside_a_graph-fused",
+    "tensor/tensor_repr.py _in_numpy": "what_is_read",
+}
+ALL_WAITS = WAITS | WITH_FLOAT64 | WITHOUT_FLOAT64
+# Where it waits from the second step on.
 LATER = {
     "steps-Adafactor": {  # its means may be of numbers that float64 rounds
         *("tensor/readable_values.py _on_host", "dispatch/rounded_arguments.py _has_bits"),
@@ -408,10 +419,10 @@ LATER = {
         "dispatch/structure.py to_copy",
     },
 }
-# Where the host waits for a device without float64, too.
-WITHOUT_FLOAT64 = {
-    *("arithmetic/products.py _unmatched", "arithmetic/products.py __init__"),
-    *("passes/optimizer_steps.py _numbers", "tensor/tensor_repr.py _in_numpy"),
+LATER_WITHOUT_FLOAT64 = {
+    *("passes/optimizer_steps.py _numbers", "passes/optimizer_steps.py _at_hand"),
+    *(f"arithmetic/products.py {name}" for name in ("__init__", "_further", "_unmatched")),
+    "tensor/tensor_repr.py _in_numpy",
 }
 SLOW = ("operations-fp32x2br", "operations-fp64x2")
 PAGE = Path(__file__).parents[2] / "docs/reference/devices.md"
@@ -425,10 +436,10 @@ def runs_alike(name, kind, default="cpu"):
         torch.manual_seed(1)
         got = numbers(SCENARIOS[name](kind))
     assert_same_bits(got, expected)
-    more = set() if has_float64() else WITHOUT_FLOAT64
-    assert device.waits <= set(WAITS) | more
+    waits = WAITS | (WITH_FLOAT64 if has_float64() else WITHOUT_FLOAT64)
+    assert device.waits <= set(waits)
     (allowed,) = [LATER[key] for key in LATER if name.startswith(key)] or [set()]
-    assert device.later <= allowed | more
+    assert device.later <= allowed | (set() if has_float64() else LATER_WITHOUT_FLOAT64)
     return device
 
 
@@ -505,18 +516,28 @@ def test_nobody_waits_for_numbers_in_masks(format):
     assert runs_alike(f"numbers_into_masks-{format}", "cuda").waits == set()
 
 
-@pytest.mark.with_float64("some waits are for numbers that float64 rounds")
-@pytest.mark.parametrize("where", WAITS)
+@pytest.mark.parametrize(
+    "where",
+    [
+        *WAITS,
+        *(
+            pytest.param(x, marks=pytest.mark.with_float64("the wait is of code for float64"))
+            for x in WITH_FLOAT64
+        ),
+        *WITHOUT_FLOAT64,
+    ],
+)
 def test_waits_that_the_page_names(where):
     assert f"`{where.split()[0]}`, `{where.split()[1]}`" in PAGE.read_text()
-    with pretended("cuda") as device:
-        SCENARIOS[WAITS[where]]("cuda")
+    mode = mcf.without_float64() if where in WITHOUT_FLOAT64 else contextlib.nullcontext()
+    with mode, pretended("cuda") as device:
+        SCENARIOS[ALL_WAITS[where]]("cuda")
     assert where in device.waits | device.later
 
 
 def test_the_page_names_no_others():
     found = re.findall(r"\| `(\w+/[\w/]+\.py)`, `(\w+)` \|", PAGE.read_text())
-    assert {" ".join(x) for x in found} == set(WAITS)
+    assert {" ".join(x) for x in found} == set(ALL_WAITS)
 
 
 # ------------------------------------------------------------------------------------ the harness
