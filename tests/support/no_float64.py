@@ -66,20 +66,24 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = _tensors((args, kwargs))
-        if any(type(x).__name__ == "FakeTensor" for x in tensors):
+        if any(x.__name__ == "FakeTensor" for x in types):
             return func(*args, **kwargs)  # DTensors find the layouts of results by them
-        if not all(type(x) in _PLAIN for x in tensors):
+        if not all(x in _PLAIN for x in types):
             return NotImplemented  # it is carried out on components
         if func.namespace == "mcftensor":
             with self:
                 return func._op_dk(_EXPLICIT, *args, **kwargs)
         result = func(*args, **kwargs)
-        if any(x.dtype in _WIDE for x in _tensors(result)) and (self.of_all or _is_ours()):
+        if _has_wide(result) and (self.of_all or _is_ours()):
             raise Float64Error(str(func))
-        if self.of_all and any(x.dtype in _WIDE for x in tensors):
+        if self.of_all and _has_wide((args, kwargs)):
             raise Float64Error(str(func))
         return result
+
+
+def _has_wide(tree: Any) -> bool:
+    tensors = (tree,) if isinstance(tree, Tensor) else _tensors(tree)
+    return any(x.dtype in _WIDE for x in tensors)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
