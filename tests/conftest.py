@@ -61,7 +61,8 @@ torch.set_num_threads(1)
 def without_float64(request, leaves_nothing_behind):
     """With `--without-float64`, no code of the library may make a float64 tensor, except where the
     case needs it by its name or its mark, or where nobody can watch."""
-    asks = any(part in request.node.name for part in NEEDS_FLOAT64)
+    parameters = request.node.name.partition("[")[2]
+    asks = any(part in parameters for part in NEEDS_FLOAT64)
     asks = asks or request.node.get_closest_marker("with_float64")
     mode = contextlib.nullcontext()
     if request.config.getoption("--without-float64") and not asks:

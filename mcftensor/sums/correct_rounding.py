@@ -6,6 +6,8 @@ are stored as two integers of 62 bits each.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +87,45 @@ def rounded_norm(accumulator: Tensor, dtype: torch.dtype, grid: Grid = WIDEST) -
     rest = rest | (square != root * root)
     norm = _rounded(root << 8, ((x.exponent - shift) >> 1) - 8, rest, x, dtype)
     return _with_specials(norm, counts, dtype)
+
+
+# The bits of the widest grid below the point, and the bits by which a root is longer than half.
+_FRACTION, _GUARD = -WIDTH * WIDEST.lowest, 64
+
+
+def sum_on_host(accumulator: Sequence[int]) -> float:
+    """Round the sum of an accumulator in the widest grid once, to a Python float."""
+    special = _special_on_host(accumulator)
+    if special is not None:
+        return special
+    whole = _whole(accumulator)
+    try:
+        return whole / (1 << _FRACTION)
+    except OverflowError:
+        return math.inf if whole > 0 else -math.inf
+
+
+def norm_on_host(accumulator: Sequence[int]) -> float:
+    """Return the root of the sum of an accumulator of squares, rounded once, as a Python float."""
+    special = _special_on_host(accumulator)
+    if special is not None:
+        return special
+    square = _whole(accumulator) << 2 * _GUARD
+    root = math.isqrt(square)
+    root |= root * root != square  # a root that is not exact does not lie on a tie
+    return root / (1 << (_FRACTION // 2 + _GUARD))
+
+
+def _whole(accumulator: Sequence[int]) -> int:
+    """Return the sum of the digits, in units of the last place of the widest grid."""
+    return sum(d << WIDTH * i for i, d in enumerate(accumulator[: WIDEST.count]) if d)
+
+
+def _special_on_host(accumulator: Sequence[int]) -> float | None:
+    plus, minus, nan, *_ = accumulator[WIDEST.count :]
+    if nan or (plus and minus):
+        return math.nan
+    return math.inf if plus else -math.inf if minus else None
 
 
 def _root(x: Tensor) -> Tensor:

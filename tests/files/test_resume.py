@@ -1,5 +1,6 @@
 """A run that stopped, and goes on in a new process, has the bits of one that did not stop."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -16,15 +17,17 @@ from support.resuming import RUNS, Run
 def gone_on(request, tmp_path_factory):
     """The folder in which a new process has trained the runs of the tests for ten more steps."""
     folder = tmp_path_factory.mktemp("runs")
-    for item in request.session.items:
-        if getattr(item, "function", None) is test_goes_on_to_the_bit:
-            i = item.callspec.params["i"]
-            Run(*RUNS[i], seed=i).train(10).save(folder, f"run{i}")
-    subprocess.run([sys.executable, resuming.__file__, folder], check=True, timeout=300)
+    is_without = request.config.getoption("--without-float64")
+    with mcf.without_float64() if is_without else contextlib.nullcontext():
+        for item in request.session.items:
+            if getattr(item, "function", None) is test_goes_on_to_the_bit:
+                i = item.callspec.params["i"]
+                Run(*RUNS[i], seed=i).train(10).save(folder, f"run{i}")
+    command = [sys.executable, resuming.__file__, folder, *["--without-float64"] * is_without]
+    subprocess.run(command, check=True, timeout=300)
     return folder
 
 
-@pytest.mark.with_float64("a process of its own resumes, with float64")
 @pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("i", range(len(RUNS)), ids=lambda i: "-".join(map(str, RUNS[i])))
 def test_goes_on_to_the_bit(i, gone_on):

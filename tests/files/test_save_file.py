@@ -192,7 +192,6 @@ class TestModels:
         assert_same_state(model, other)
         assert all(p is q for p, q in zip(parameters, other.parameters(), strict=True))
 
-    @pytest.mark.with_float64("some files are of it")
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
     def test_into_a_plain_model_with_one_rounding(self, dtype, tmp_path):
         model, plain = expansion_model(), nn.Sequential(small_model(1), nn.BatchNorm1d(2)).to(dtype)
@@ -201,8 +200,13 @@ class TestModels:
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert_same(mcf.as_plain(p, dtype), q)
 
-    @pytest.mark.with_float64("some files are of it")
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+    @pytest.mark.parametrize(
+        "dtype",
+        [
+            *(torch.bfloat16, torch.float16, torch.float32),
+            pytest.param(torch.float64, marks=pytest.mark.with_float64("the file is of it")),
+        ],
+    )
     def test_from_a_plain_file_of_another_program_with_one_rounding(self, dtype, tmp_path):
         plain = nn.Sequential(small_model(), nn.BatchNorm1d(2)).to(dtype)
         safetensors.save_model(plain, tmp_path / "x.safetensors")
@@ -211,8 +215,13 @@ class TestModels:
         for p, q in zip(plain.parameters(), model.parameters(), strict=True):
             assert_same_terms(mcf.as_expansion(p.detach(), q.format), q)
 
-    @pytest.mark.with_float64("some files are of it")
-    @pytest.mark.parametrize("stored", [mcf.fp32x2, mcf.bf16x2, mcf.bf16x3, mcf.fp64x2])
+    @pytest.mark.parametrize(
+        "stored",
+        [
+            *(mcf.fp32x2, mcf.bf16x2, mcf.bf16x3),
+            pytest.param(mcf.fp64x2, marks=pytest.mark.with_float64("the file is of it")),
+        ],
+    )
     @pytest.mark.parametrize("wanted", [mcf.bf16x3, mcf.fp32x2, OWN[0]])
     def test_into_another_format(self, stored, wanted, tmp_path):
         model, other = expansion_model(0, stored), expansion_model(1, wanted)

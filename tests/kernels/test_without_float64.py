@@ -568,6 +568,18 @@ def test_what_updates_lose_is_measured(format):
         assert found != expected
 
 
+@pytest.mark.parametrize("size", [2.0**-70, 2.0**70])
+def test_figures_of_updates_whose_squares_leave_the_range_of_float32(size):
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3 * size, 4 * size])
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    with no_float64():
+        edq = mcf.EDQ(optimizer)
+        optimizer.step()
+    assert edq.last["ratio"] == 1
+    assert edq.last["edq"] == edq.last["update_norm"] == 5 * size
+
+
 def test_factors_of_moments_are_widened():
     """As Adafactor has them, a row and a column, which EDQ copies in two float32 terms."""
     p = nn.Parameter(torch.rand(8, 32))
@@ -777,7 +789,6 @@ def test_compiled_kernels_have_the_bits_of_eager_ones(format):
         assert torch.equal(x, y)
 
 
-@pytest.mark.with_float64("it compares with a table of float64")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("name", ["SparseAdam", "Adagrad"])
 def test_sparse_gradients_in_long_states(name):

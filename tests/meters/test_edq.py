@@ -61,7 +61,6 @@ def expected(before, after, intended):
     }
 
 
-@pytest.mark.with_float64("without it figures are sums in float32")
 def test_figures_of_plain_bf16_by_hand():
     # Below 1.0 bf16 numbers are 2^-8 apart, below 2^-3 they are 2^-11: the first update is lost.
     p = nn.Parameter(torch.tensor([1.0, 1.0, 0.125, 0.125], dtype=torch.bfloat16))
@@ -82,7 +81,6 @@ def test_figures_of_plain_bf16_by_hand():
     }
 
 
-@pytest.mark.with_float64("without it figures are sums in float32")
 def test_figures_of_bf16x2_by_hand():
     # Of (1, -2^-10), eight bits a term, the last bit is 2^-17: the second update is lost. The
     # first one ends at the tie (1, -2^-9), the third at (1 - 2^-7, -2^-10).
@@ -98,7 +96,6 @@ def test_figures_of_bf16x2_by_hand():
     assert edq.last["lost_leading"] == 2 / 3
 
 
-@pytest.mark.with_float64("without it figures are sums in float32")
 @pytest.mark.parametrize(
     "kind", [*PLAIN, torch.float64, *mcf.formats.FORMATS, *STORED, *SCALED], ids=str
 )

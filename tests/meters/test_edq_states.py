@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
+from mcftensor.kernels.without_float64 import has_float64
 
 BETA2 = 0.999
 
@@ -52,7 +53,6 @@ def test_codes_keep_the_mean(path):
     assert edq.last["largest"] < 3
 
 
-@pytest.mark.with_float64("without it figures are sums in float32")
 def test_the_figures_are_those_of_the_step():
     edq, optimizer, weight = measured("light", steps=1)
     before = {"exp_avg": torch.zeros(32, 64), "exp_avg_sq": torch.zeros(32, 64)}
@@ -64,7 +64,8 @@ def test_the_figures_are_those_of_the_step():
         moved = optimizer.state[weight][name].double() - before[name]
         reading = edq.per_state["weight"][name]
         ratio = ((moved * intended).sum() / (intended * intended).sum()).item()
-        assert reading["ratio"] == pytest.approx(ratio, rel=1e-9)
+        # Without float64, changes of states are float32.
+        assert reading["ratio"] == pytest.approx(ratio, rel=1e-9 if has_float64() else 2.0**-20)
         assert reading["lost"] == ((intended != 0) & (moved == 0)).sum() / (intended != 0).sum()
         assert reading == edq.states[-1][name]
 

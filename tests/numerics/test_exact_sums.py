@@ -14,7 +14,12 @@ import mcftensor as mcf
 from common.oracle import BASES, round_fraction
 from mcftensor.kernels import digit_sums, execute
 from mcftensor.sums.accumulators import accumulate_all
-from mcftensor.sums.correct_rounding import rounded_norm, rounded_sum
+from mcftensor.sums.correct_rounding import (
+    norm_on_host,
+    rounded_norm,
+    rounded_sum,
+    sum_on_host,
+)
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTEGERS = {2: np.int16, 4: np.int32, 8: np.int64}
@@ -193,7 +198,10 @@ def test_norms_at_ties(root, change):
         squares.append(math.isqrt(rest))
         rest -= squares[-1] ** 2
     x = torch.tensor(squares, dtype=torch.float64)
-    assert is_nearest(mcf.exact.norm(x), root_of(Fraction(root**2 + change)))
+    exact = root_of(Fraction(root**2 + change))
+    assert is_nearest(mcf.exact.norm(x), exact)
+    on_host = norm_on_host(row_of(x, squares=True))
+    assert is_nearest(torch.tensor(on_host, dtype=torch.float64), exact)
 
 
 @over_floats
@@ -270,6 +278,28 @@ def test_accumulators_of_several_types_merge():
     parts = [bit_patterns(rng, dtype, 200) for dtype in FLOATS]
     exact = sum(map(exact_sum, parts))
     assert is_nearest(rounded_sum(accumulate_all(parts), torch.float64), exact)
+
+
+@over_floats
+def test_on_the_host(dtype):
+    """Small numbers and large ones, whose squares no float32 holds, and special ones."""
+    x = bit_patterns(np.random.default_rng(5), dtype, 3000)
+    for part in x[x.isfinite()].split(10):
+        exact = exact_sum(part)
+        assert is_nearest(torch.tensor(sum_on_host(row_of(part)), dtype=torch.float64), exact)
+        square = sum((a * a for a in fractions(part)), Fraction(0))
+        norm = torch.tensor(norm_on_host(row_of(part, squares=True)), dtype=torch.float64)
+        assert is_nearest(norm, root_of(square))
+    inf, nan = math.inf, math.nan
+    for special in ([inf], [-inf], [inf, -inf], [nan], [nan, inf], [-0.0]):
+        part = torch.tensor([1.0, *special], dtype=dtype)
+        numbers = [sum_on_host(row_of(part)), norm_on_host(row_of(part, squares=True))]
+        expected = [part.double().sum().item(), part.double().norm().item()]
+        assert numbers == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+
+
+def row_of(x, squares=False):
+    return accumulate_all([x], squares=squares).tolist()
 
 
 def test_a_million_terms_of_all_exponents():

@@ -1,5 +1,6 @@
 """A training run that can stop and go on, for `test_resume.py`: alone, or in a new process."""
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -119,4 +120,5 @@ def go_on(folder):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    go_on(Path(sys.argv[1]))
+    with mcf.without_float64() if sys.argv[2:] else contextlib.nullcontext():
+        go_on(Path(sys.argv[1]))

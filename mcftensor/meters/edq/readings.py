@@ -25,7 +25,7 @@ from mcftensor.convert import as_expansion, as_plain
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.kernels.without_float64 import PAIR
 from mcftensor.sums.accumulators import SIZE, accumulate_dots
-from mcftensor.sums.correct_rounding import rounded_norm, rounded_sum
+from mcftensor.sums.correct_rounding import norm_on_host, sum_on_host
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import local
 from mcftensor.training.shadow import (
@@ -356,7 +356,7 @@ def readings(
             Reading(
                 step=step,
                 edq=dot[_ALONG] / norm if norm else None,
-                ratio=dot[_ALONG] / dot[_UPDATE] + 0.0 if dot[_UPDATE] else None,
+                ratio=dot[_ALONG] / dot[_UPDATE] if dot[_UPDATE] else None,
                 lost=count[_LOST] / intended if intended else None,
                 ratio_leading=dot[_ALONG_LEADING] / dot[_UPDATE] if dot[_UPDATE] else None,
                 lost_leading=count[_LOST_LEADING] / intended if intended else None,
@@ -373,12 +373,11 @@ def _figures(
 ) -> tuple[list[list[int]], list[list[float]], list[float]]:
     """Return counts, dot products and the root of the first of these, of each part of the rows."""
     totals = torch.stack([rows[list(part)].sum(0) for part in parts])
-    accumulators = totals[:, counts:].view(-1, dots, SIZE).permute(2, 0, 1)
-    dtype = sums_in(rows)
+    accumulators = totals[:, counts:].view(-1, dots, SIZE).tolist()
     return (
         totals[:, :counts].tolist(),
-        rounded_sum(accumulators, dtype).tolist(),
-        rounded_norm(accumulators[:, :, 0], dtype).tolist(),
+        [[sum_on_host(x) for x in row] for row in accumulators],
+        [norm_on_host(row[0]) for row in accumulators],
     )
 
 
