@@ -30,6 +30,7 @@ _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.UninitializedParameter)
 _LIBRARY = str(Path(mcf.__file__).parent)
 _MODULES = str(torch.nn.modules.module.__file__)
+_LAYOUTS = str(Path(torch.__file__).parent / "distributed/tensor/_sharding_prop.py")
 _BETWEEN = (functools.__file__, contextlib.__file__, __file__, "<")
 _THROUGH = (str(Path(torch.__file__).parent), *_BETWEEN)
 _WIDE = (torch.float64, torch.complex128)
@@ -97,8 +98,8 @@ def _is_ours() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path == _MODULES and _names_float64(frame):
-            return False
+        if path == _LAYOUTS or (path == _MODULES and _names_float64(frame)):
+            return False  # DTensors find the layouts of results by tensors without memory
         if path.startswith(_LIBRARY):
             entry, is_ours = frame, True
         elif not path.startswith(_THROUGH):
