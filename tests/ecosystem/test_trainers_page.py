@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import lightning.fabric  # noqa: F401 (it sets a variable of the environment)
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState

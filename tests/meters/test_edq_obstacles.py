@@ -501,6 +501,7 @@ def test_kernels_that_take_their_own_types_alone(cls, dtype):
     assert [reading["ratio"] for reading in edq.history] == pytest.approx(ratios, rel=1e-4)
 
 
+@pytest.mark.with_float64("the step ignores numbers of it")
 def test_a_step_that_does_nothing_in_float64_is_told():
     class Deaf(Stepper):
         def update(self, p, group):
