@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.arithmetic.write_counts import moved
 from mcftensor.dispatch.operands import mapped, overwrite, plain, plainly
 from mcftensor.dispatch.storage_formats import on_numbers, store_numbers
 from mcftensor.formats import PLAIN
 from mcftensor.formats.moving import options_for
-from mcftensor.kernels.without_float64 import widest
-from mcftensor.passes.format_conversion import recode
+from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.passes.format_conversion import odd_number, recode
 from mcftensor.tensor.tensor import MCFTensor
 
 
@@ -119,16 +120,19 @@ def _padded(x: MCFTensor, pad: Sequence[int], value: float = 0.0) -> MCFTensor:
 
 
 def _wide(x: Any) -> Any:
-    wide = widest()
-    return plainly(x, wide) if isinstance(x, Tensor) and x.is_floating_point() else x
+    """Return floats in float64; without it in float32, rounded to odd, to be rounded once more."""
+    if isinstance(x, float):
+        return x if has_float64() else odd_number(x).item()
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    if has_float64(x.device):
+        return plainly(x, torch.float64)
+    return Sum(x._format.decode(x._read()) if isinstance(x, MCFTensor) else [x]).to_odd()
 
 
 def _in_shape(target: MCFTensor, source: Any) -> Tensor:
     """Return a tensor or number as plain numbers, broadcast to the shape of the target."""
-    if isinstance(source, MCFTensor):
-        numbers = source._collapsed(widest(source.device))
-    else:
-        numbers = plain(source)
+    numbers = plain(source if type(source) is Tensor else _wide(source))
     dtype = torch.float64 if numbers.dtype == torch.float64 else torch.float32
     return torch.empty_like(target._held()[0], dtype=dtype).copy_(numbers)
 

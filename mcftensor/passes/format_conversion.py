@@ -50,6 +50,11 @@ def of_number(x: float, format: Format, device: torch.device | None) -> list[Ten
     return recode(list(pieces(float(x))), PIECES, format.nearest.name, None)
 
 
+def odd_number(x: float) -> Tensor:
+    """Return a Python number in float32, rounded to odd, so that it can be rounded once more."""
+    return Sum(pieces(float(x))).to_odd()
+
+
 def compute_tensor(stored: Sequence[Tensor], format: Format) -> Tensor:
     """Return the tensor that a model computes with, from the components of a format."""
     if format.computes_as is None:

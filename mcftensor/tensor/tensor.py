@@ -13,8 +13,8 @@ from mcftensor.arithmetic.write_counts import count_beside, moved
 from mcftensor.formats import Format, require_format, unmoved
 from mcftensor.formats.format import named
 from mcftensor.kernels.columns import on_device
-from mcftensor.kernels.without_float64 import PIECES, has_float64, widest
-from mcftensor.passes.format_conversion import of_number
+from mcftensor.kernels.without_float64 import PIECES, has_float64
+from mcftensor.passes.format_conversion import odd_number, of_number
 from mcftensor.tensor.components import Role, check_components, check_writes, normalized
 from mcftensor.tensor.fsdp_hooks import GatheredTensor
 from mcftensor.tensor.pickling import PickledTensor
@@ -225,11 +225,14 @@ def number_in(
 ) -> Tensor:
     """Return a number as a 0-d expansion, rounded to nearest.
 
-    In formats with shared scales or rules it is a plain tensor.
+    In formats with shared scales or rules it is a plain tensor: float64, or without it float32,
+    rounded to odd.
     """
     if format.shared or format.rules is not None:
-        dtype = widest(device)
-        number = torch.tensor(x, dtype=dtype, device="cpu")
+        if has_float64(device):
+            number = torch.tensor(x, dtype=torch.float64, device="cpu")
+        else:
+            number = odd_number(x)
         return number if device is None else on_device(number, device)
     terms = of_number(x, format, device)
     return MCFTensor.of(

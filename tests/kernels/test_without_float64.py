@@ -580,6 +580,28 @@ def test_figures_of_updates_whose_squares_leave_the_range_of_float32(size):
     assert edq.last["edq"] == edq.last["update_norm"] == 5 * size
 
 
+@pytest.mark.parametrize(
+    "format", [mcf.mxfp8.with_rounding("nearest"), mcf.e4m3i8.with_rounding("nearest")], ids=str
+)
+@pytest.mark.parametrize("step", [0.5 + 2.0**-24, 0.5 - 2.0**-24])
+def test_blocks_take_numbers_with_one_rounding(format, step):
+    """Beside a tie, which a float32 in between would round to the other side."""
+    last = 2.0 ** (1 - format.precision)
+    number = 1 + step * last
+    wide = torch.full((1, 32), number, dtype=torch.float64)
+    pair, zeros = (mcf.as_expansion(x, f) for x, f in ((wide, mcf.fp32x2), (wide * 0, format)))
+    mask = torch.ones(1, 32, dtype=torch.bool)
+    with no_float64():
+        found = [zeros.clone().copy_(pair), zeros.clone().fill_(number)]
+        found += [zeros.clone() for _ in range(3)]
+        found[2][mask] = number
+        found[3][mask] = pair[0, 0]
+        found[4].masked_fill_(mask, number)
+    expected = 1 + round(step) * last
+    for x in found:
+        assert (mcf.as_plain(x, torch.float64) == expected).all()
+
+
 def test_factors_of_moments_are_widened():
     """As Adafactor has them, a row and a column, which EDQ copies in two float32 terms."""
     p = nn.Parameter(torch.rand(8, 32))
