@@ -120,7 +120,7 @@ def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     written = {id(x): x for x in targets if _is_decoded(x)}
     if written and are_lifted((args, kwargs)) and not expansions(list(written.values())):
         return func(*leading(args), **leading(kwargs))
-    _say_what_is_rounded(func, targets, (args, kwargs))
+    say_what_is_rounded(func, targets, (args, kwargs))
     if _is_noted(func, args, kwargs):
         return args[0]
     if _goes_in_blocks(func, args, kwargs):
@@ -135,7 +135,8 @@ def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return tree_map(lambda x: originals.get(id(x), x), result) if originals else result
 
 
-def _say_what_is_rounded(func: Any, written: Iterable[Tensor], operands: Any) -> None:
+def say_what_is_rounded(func: Any, written: Iterable[Any], operands: Any) -> None:
+    """Warn or raise before numbers of expansions are rounded into plain tensors."""
     for x in written:
         if not isinstance(x, MCFTensor):
             rounding(func, expansions(operands), x)
@@ -472,7 +473,7 @@ def _chunk_on_numbers(
     (own, named), copies = decoded((given, {name: chosen(x) for name, x in kwargs.items()}))
     targets = given[0]
     if func._schema.is_mutable:
-        _say_what_is_rounded(func, targets, (given, kwargs))
+        say_what_is_rounded(func, targets, (given, kwargs))
     results = asking(lambda: func(*own, **named))
     if func._schema.is_mutable:
         written = [x for x in targets if id(x) in copies]

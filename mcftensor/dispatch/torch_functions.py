@@ -29,6 +29,7 @@ from mcftensor.dispatch.operands import (
     common_format,
     expansions,
     is_wrapped,
+    leaves,
     mapped,
     plainly,
     stored_in,
@@ -37,7 +38,7 @@ from mcftensor.dispatch.operands import (
 )
 from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.dispatch.rounded_arguments import first_if_rounded, has_rests
-from mcftensor.dispatch.storage_formats import decoded
+from mcftensor.dispatch.storage_formats import decoded, say_what_is_rounded
 from mcftensor.dispatch.write_results import assign_tree, refusal, require_no_grad
 from mcftensor.formats import PLAIN, Format, PlainFormat, named
 from mcftensor.kernels.columns import is_bare
@@ -205,6 +206,8 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     if own is not None and func not in _SHARPER and not (is_long and format.dtype in NARROW):
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
     if format.arithmetic == "numbers":
+        if out is not None:
+            say_what_is_rounded(func, leaves(out), found)
         (args, kwargs), _ = decoded((args, kwargs))
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
     wide: Format = PLAIN[WIDE]

@@ -126,6 +126,16 @@ def test_every_operation_says_what_it_rounds(function, count, format):
     assert torch.equal(wide, plain.double())
 
 
+@pytest.mark.parametrize("format", [mcf.fp32x2, mcf.bf16i16], ids=str)
+@pytest.mark.parametrize("function", [torch.special.ndtr, torch.nanmean])
+def test_functions_that_are_carried_out_whole_say_so(function, format):
+    x = mcf.as_expansion(torch.full((3,), 0.501, dtype=torch.float64), format)
+    plain = torch.zeros(function(x).shape, dtype=format.dtype)
+    with mcf.when_rounded("raise"), pytest.raises(mcf.errors.RoundedError, match=format.name):
+        function(x, out=plain)
+    assert not plain.any()
+
+
 def test_an_ode_solver_with_plain_stages_says_so():
     def solved(stages_of):
         y = mcf.as_expansion(torch.ones(1, dtype=torch.float64), mcf.fp32x2)
