@@ -30,7 +30,7 @@ from mcftensor.dispatch import (
 )
 from mcftensor.dispatch.elementary import in_longer
 from mcftensor.dispatch.matrix_products import added
-from mcftensor.dispatch.operands import expansions, mapped, stored_in
+from mcftensor.dispatch.operands import expansions, mapped, stored_in, value_of
 from mcftensor.dispatch.write_results import assign, refusal, written_to
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
@@ -238,6 +238,28 @@ def _allclose(
     return bool(close.all())
 
 
+# ------------------------------------------------------------------------------- evenly spaced
+
+
+def _arange(
+    format: Format, start: float, end: float | None = None, step: float = 1, **options: Any
+) -> Tensor:
+    start, end = (0, start) if end is None else (start, end)
+    count = max(math.ceil((end - start) / step), 0)
+    return value_of(torch.arange(count, **options), format) * step + start
+
+
+def _linspace(format: Format, start: Any, end: Any, steps: int, **options: Any) -> Tensor:
+    """Return numbers that are exact at both ends."""
+    i = value_of(torch.arange(steps, **options), format)
+    step = (i.new_zeros(()) + end - start) / max(steps - 1, 1)
+    return torch.where(i * 2 < steps, i * step + start, (i - (steps - 1)) * step + end)
+
+
+SPACED: dict[str, Callable[..., Tensor]] = {"arange": _arange, "linspace": _linspace}
+"""Functions of the format of their result."""
+
+
 # --------------------------------------------------------------------------------- all by name
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
@@ -301,6 +323,9 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "_linalg_det": linear_algebra.det,  # torch.linalg.det
     "_linalg_slogdet": linear_algebra.slogdet,  # torch.linalg.slogdet, torch.logdet
     "linalg_cholesky_ex": linear_algebra.cholesky_ex,  # torch.linalg.cholesky
+    "cholesky": lambda a, upper=False: torch.linalg.cholesky(a, upper=upper),  # torch.cholesky
+    "cholesky_solve": linear_algebra.cholesky_solve,  # torch.cholesky_solve
+    "cholesky_inverse": linear_algebra.cholesky_inverse,  # torch.cholesky_inverse
     "linalg_qr": linear_algebra.qr,  # torch.linalg.qr
     "linalg_lstsq": linear_algebra.lstsq,  # torch.linalg.lstsq
     "_linalg_eigh": linear_algebra.eigh,  # torch.linalg.eigh, eigvalsh
@@ -329,6 +354,8 @@ def by_algorithm(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
     targets = written_to(func, args, kwargs)
     plain_name = name.removesuffix("_") if targets and name not in ALGORITHMS else name
     found_for = ALGORITHMS.get(plain_name)
+    if plain_name in SPACED:
+        found_for = functools.partial(SPACED[plain_name], format, device=found[0].device)
     if found_for is None or len(targets) > 1:
         raise refusal(func, found, f"it has no algorithm for {format.precision} bits")
     dtype, _ = kwargs.pop("dtype", None), kwargs.pop("out", None)

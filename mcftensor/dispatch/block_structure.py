@@ -33,13 +33,12 @@ def computes_decoded(x: MCFTensor) -> bool:
     return x._format.computes_as is not None and x.acts_as == "parameter"
 
 
-def join_blocks(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
+def join_blocks(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     """Return `cat` along the first dimension in the format; other joins in decoded numbers."""
     formats = {x._format.nearest if isinstance(x, MCFTensor) else None for x in tensors}
-    if func is not torch.ops.aten.cat.default or dim not in (0, -tensors[0].dim()):
-        return on_numbers(func, (tensors, dim), {})
-    if len(formats) > 1:
-        return on_numbers(func, (tensors, dim), {})
+    is_of_rows = func is torch.ops.aten.cat.default and args in ((), (0,), (-tensors[0].dim(),))
+    if not is_of_rows or len(formats) > 1:
+        return on_numbers(func, (tensors, *args), {})
     parts: list[Any] = list(tensors)
     columns = zip(*(x._read() for x in parts), strict=True)
     return parts[0]._like([func(list(c)) for c in columns], own=True)

@@ -461,6 +461,11 @@ def _degrees_to_radians(x: Tensor) -> Tensor:
 
 
 @in_longer
+def _radians_to_degrees(x: Tensor) -> Tensor:
+    return x * like(x, 180 / exact.pi(_bits_of(x)))
+
+
+@in_longer
 def _mvlgamma(x: Tensor, p: int) -> Tensor:
     halves = torch.arange(1 - p, 1, dtype=x.dtype, device=x.device) / 2
     rest = like(x, Fraction(p * (p - 1), 4) * exact.log_of_pi(_bits_of(x)))
@@ -483,6 +488,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "gelu": _gelu,  # F.gelu
     "gelu_backward": _gelu_backward,  # gradients of F.gelu
     "polygamma": _polygamma,  # gradients of torch.digamma
+    "polygamma_": lambda x, n: _polygamma(n, x),  # x.polygamma_
     "elu": _elu,  # F.elu, F.selu
     "celu": lambda x, alpha=1: _celu(x, alpha),  # F.celu
     "elu_backward": _elu_backward,  # gradients of F.elu
@@ -508,6 +514,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "binary_cross_entropy_backward": _binary_cross_entropy_backward,  # its gradients
     "special_entr": _entr,  # torch.special.entr
     "deg2rad": _degrees_to_radians,  # torch.deg2rad
+    "rad2deg": _radians_to_degrees,  # torch.rad2deg
     "mvlgamma": _mvlgamma,  # torch.mvlgamma
     # Gradients of the functions of these names.
     "sigmoid_backward": in_longer(lambda grad, y: grad * (1 - y) * y),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcftensor.dispatch.beyond_float64 import SPACED
 from mcftensor.dispatch.default_handler import PRECISION
 from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import is_wrapped, leaves, value_of
@@ -85,24 +84,6 @@ def in_place_of_dtype(
     )
 
 
-def _arange(
-    format: Format, start: float, end: float | None = None, step: float = 1, **options: Any
-) -> Tensor:
-    start, end = (0, start) if end is None else (start, end)
-    count = max(math.ceil((end - start) / step), 0)
-    return cast(torch.arange(count, **options), format) * step + start
-
-
-def _linspace(format: Format, start: float, end: float, steps: int, **options: Any) -> Tensor:
-    """Return numbers that are exact at both ends."""
-    i = cast(torch.arange(steps, **options), format)
-    step = (i.new_tensor(end) - start) / max(steps - 1, 1)
-    return torch.where(i * 2 < steps, i * step + start, (i - (steps - 1)) * step + end)
-
-
-_SPACED: dict[str, Callable[..., Tensor]] = {"arange": _arange, "linspace": _linspace}
-
-
 def _result(
     func: Any, name: str, format: Format, args: tuple[Any, ...], options: dict[str, Any]
 ) -> Tensor:
@@ -116,8 +97,8 @@ def _result(
     tensors = [x for x in leaves(args) if isinstance(x, Tensor)]
     device = options.get("device") or (tensors[0].device if tensors else torch.get_default_device())
     is_available = has_float64(torch.device(device))
-    if name in _SPACED and not (is_available and format.precision <= PRECISION):
-        return _SPACED[name](format, *args, **options)
+    if name in SPACED and not (is_available and format.precision <= PRECISION):
+        return SPACED[name](format, *args, **options)
     if is_available:
         made: Tensor = func(*args, dtype=WIDE, **options)
         return made

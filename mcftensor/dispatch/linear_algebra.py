@@ -406,6 +406,18 @@ def cholesky_ex(a: Tensor, *, upper: bool = False, check_errors: bool = False) -
     return (lower.mT if upper else lower), info
 
 
+def cholesky_solve(b: Tensor, factor: Tensor, upper: bool = False) -> Tensor:
+    """Return solutions with matrices that are given by their Cholesky factors."""
+    lower = factor.mT if upper else factor
+    return solve_triangular(lower.mT, solve_triangular(lower, b, upper=False), upper=True)
+
+
+def cholesky_inverse(factor: Tensor, upper: bool = False) -> Tensor:
+    """Return the inverses of matrices that are given by their Cholesky factors."""
+    ones = _identity(factor, factor.shape[-1]).expand(factor.shape)
+    return cholesky_solve(ones, factor, upper)
+
+
 def _orthonormal(name: str, a: MCFTensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return Q and R of a matrix with no more columns than rows.
 

@@ -42,6 +42,11 @@ def _exponential(
     return torch.log1p(-_drawn(x, generator)) / -rate
 
 
+def _geometric(x: MCFTensor, p: float, *, generator: torch.Generator | None = None) -> Tensor:
+    """Return how often to try until the first success, of probability p."""
+    return torch.ceil(_exponential(x, generator=generator) / -math.log1p(-p))
+
+
 def _normal(
     x: MCFTensor, mean: float = 0, std: float = 1, *, generator: torch.Generator | None = None
 ) -> Tensor:
@@ -78,6 +83,7 @@ def _blank(x: MCFTensor, **options: Any) -> MCFTensor:
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     "uniform_": _uniform,  # x.uniform_
     "exponential_": _exponential,  # x.exponential_
+    "geometric_": _geometric,  # x.geometric_
     "normal_": _normal,  # x.normal_, nn.init
     "log_normal_": _log_normal,  # x.log_normal_
     "cauchy_": _cauchy,  # x.cauchy_

@@ -59,8 +59,8 @@ from mcftensor.tensor.leading_view import ComputeView, compute_views, holding
 aten = torch.ops.aten
 
 _VIEW_COPIES = (
-    *("alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice"),
-    *("split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold"),
+    *("alias", "as_strided", "detach", "diagonal", "expand", "narrow", "permute", "select"),
+    *("slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold"),
     *("unsqueeze", "view"),
 )
 
@@ -163,6 +163,10 @@ def move_elements(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @implements(
+    aten.unsafe_split.Tensor,  # torch.unsafe_chunk
+    aten.unsafe_split_with_sizes.default,
+    aten.max_unpool2d.default,  # F.max_unpool1d, F.max_unpool2d
+    aten.max_unpool3d.default,
     aten.im2col.default,  # F.unfold
     aten.pixel_shuffle.default,  # F.pixel_shuffle
     aten.pixel_unshuffle.default,  # F.pixel_unshuffle
@@ -216,9 +220,13 @@ def view_(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
     return x
 
 
-@implements(aten.cat.default, aten.stack.default)  # parameters_to_vector, DDP, class tokens
+@implements(
+    aten.cat.default,  # parameters_to_vector, DDP, class tokens
+    aten.stack.default,  # the same
+    aten.block_diag.default,  # torch.block_diag
+)
 def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
-    """Return cat and stack of expansions of one base; a plain tensor enters as a value."""
+    """Return expansions of one base as one; a plain tensor enters as a value."""
     if computes_plainly(tensors):
         joined = func(leading(tensors), *args)
         if is_bare([joined]):

@@ -669,6 +669,12 @@ COMPOSED = {
     "mvlgamma": lambda x: torch.mvlgamma(x + 2, 2),
     "tanhshrink": F.tanhshrink,
     "polygamma": lambda x: torch.polygamma(3, x),
+    "leaky_relu": lambda x: F.leaky_relu(x - 1.5, 0.1),
+    "rad2deg": torch.rad2deg,
+    "bilinear": lambda x: F.bilinear(x[0, 0], x[0, 1], x[1, 2:, :6].expand(2, 5, 6).mT @ x[1, 0]),
+    "max_unpool2d": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    "unsafe_chunk": lambda x: torch.cat(torch.unsafe_chunk(x, 3, 2)[::2], 2),
+    "block_diag": lambda x: torch.block_diag(x[0, 0], x[1, 1]),
 }
 FORWARD = {
     "cdist": lambda x: torch.cdist(x[0], x[1]),
@@ -680,6 +686,14 @@ FORWARD = {
     "renorm": lambda x: x[0].renorm(3, 0, 2.0),
     "cross": lambda x: torch.linalg.cross(x[..., :3], x[..., 3:]),
     "trace": lambda x: x[0, 0].trace(),
+    "narrow_copy": lambda x: torch.narrow_copy(x, 2, 1, 3),
+    "polygamma_": lambda x: x.clone().polygamma_(3),
+    "cholesky_solve": lambda x: torch.cholesky_solve(x[0, 0, :, :2], x[0, 0, :, :5].tril()),
+    "cholesky_inverse": lambda x: torch.cholesky_inverse(x[0, 0, :3, :3].triu(), upper=True),
+    "linspace": lambda x: torch.linspace(x[0, 0, 0, 0], x[0, 0, 1, 1], 7, dtype=x.dtype),
+    "_batch_norm_with_update": lambda x: torch.ops.aten._batch_norm_with_update(
+        x, None, None, x[0, 0, 0, :4].clone(), x[0, 0, 1, :4].clone(), 0.1, 1e-5
+    )[0],
     "integers": lambda x: (x * 1024).long().to(torch.float32),
 }
 
