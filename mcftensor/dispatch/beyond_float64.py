@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mcftensor.dispatch import (
     convolutions,
@@ -196,15 +195,6 @@ def _trilinear(
     return _sum(product, summed) if summed else product
 
 
-def _block_diag(tensors: Sequence[Tensor]) -> Tensor:
-    blocks = [torch.atleast_2d(x) for x in tensors]
-    width, left, rows = sum(x.shape[1] for x in blocks), 0, []
-    for x in blocks:
-        rows.append(F.pad(x, (left, width - left - x.shape[1])))
-        left += x.shape[1]
-    return torch.cat(rows)
-
-
 # --------------------------------------------------------------------------------- elementwise
 
 
@@ -305,8 +295,8 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
             "_adaptive_avg_pool3d_backward": pooling.gradients_of_adaptive_averages(3),
         }.items()
     },  # pooling, and its gradients
-    "block_diag": _block_diag,  # torch.block_diag
     "eye": torch.eye,  # nn.init.eye_
+    "fill": lambda x, value: torch.zeros_like(x).fill_(value),  # torch.fill
     "sign": _sign,  # x.sign, gradients of x.abs
     "sgn": _sign,  # x.sgn
     "rsqrt": lambda x: 1 / torch.sqrt(x),  # x.rsqrt

@@ -97,23 +97,7 @@ def _col2im(x: Tensor, *args: Any) -> Tensor:
     return found
 
 
-@in_longer
-def _trilinear(x: Tensor, y: Tensor, z: Tensor, *places: Any) -> Tensor:
-    """Return sums of products of three factors. Given are the places of new dimensions of each
-    factor, and the dimensions to sum."""
-    new_of_x, new_of_y, new_of_z, summed, *_ = places
-
-    def spread(factor: Tensor, new: list[int]) -> Tensor:
-        for dim in sorted(new):
-            factor = factor.unsqueeze(dim)
-        return factor
-
-    product = spread(x, new_of_x) * spread(y, new_of_y) * spread(z, new_of_z)
-    return product.sum(summed) if summed else product
-
-
 ALGORITHMS |= {
     "embedding_renorm": _embedding_renorm,  # nn.Embedding(max_norm=...)
     "col2im": _col2im,  # F.fold, gradients of F.unfold
-    "_trilinear": _trilinear,  # F.bilinear
 }

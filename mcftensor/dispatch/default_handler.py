@@ -288,6 +288,7 @@ def of_leading_term(func: Any, *args: Any, **kwargs: Any) -> Any:
     aten.any,  # x.any
     aten.all,  # x.all
     aten.nonzero.default,  # x.nonzero, x.argwhere
+    aten.nonzero_static.default,  # torch.nonzero_static
     aten.count_nonzero,  # x.count_nonzero
     aten.logical_not.default,  # x.logical_not
     aten.logical_and.default,  # x.logical_and

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.base_types import BASES
+from mcftensor.dispatch.operands import value_of
+from mcftensor.kernels.without_float64 import widest
 from mcftensor.passes import expansion
 from mcftensor.tensor import MCFTensor
 
@@ -44,7 +46,8 @@ def _exponential(
 
 def _geometric(x: MCFTensor, p: float, *, generator: torch.Generator | None = None) -> Tensor:
     """Return how often to try until the first success, of probability p."""
-    return torch.ceil(_exponential(x, generator=generator) / -math.log1p(-p))
+    times = _exponential(x, generator=generator) / -math.log1p(-p)
+    return torch.ceil(times).clamp_min(1)
 
 
 def _normal(
@@ -69,6 +72,34 @@ def _cauchy(
     return torch.tan((_drawn(x, generator) - 0.5) * math.pi) * sigma + median
 
 
+def _normal_about(
+    mean: Any, std: Any = 1, *size: Any, generator: torch.Generator | None = None
+) -> Tensor:
+    """Return a normal number for each mean and standard deviation."""
+    if size:
+        raise NotImplementedError("normal: into an expansion by x.normal_(mean, std)")
+    return _normal(_blank(mean + std), generator=generator) * std + mean
+
+
+def _drawn_with(
+    x: MCFTensor, p: Any = None, *, generator: torch.Generator | None = None
+) -> MCFTensor:
+    """Return ones with probability p, or with the probabilities x, else zeros."""
+    if p is not None:
+        return _bernoulli(x, p, generator=generator)
+    return value_of((_drawn(x, generator) < x).to(x.dtype), x._format)
+
+
+def _integers(x: MCFTensor, *bounds: Any, **options: Any) -> MCFTensor:
+    """Return whole numbers like x."""
+    return value_of(torch.randint(*bounds, x.shape, device=x.device), x._format)
+
+
+def _places(x: MCFTensor, *args: Any, **options: Any) -> Tensor:
+    """Return places, drawn with probabilities in the machine type."""
+    return torch.multinomial(x._collapsed(widest(x.device)), *args, **options)
+
+
 def _bernoulli(x: MCFTensor, p: Any = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
     """Return ones with probability p, else zeros."""
     plain = torch.empty_like(x.components[0]).bernoulli_(p, generator=generator)
@@ -87,8 +118,12 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "normal_": _normal,  # x.normal_, nn.init
     "log_normal_": _log_normal,  # x.log_normal_
     "cauchy_": _cauchy,  # x.cauchy_
+    "normal": _normal_about,  # torch.normal
     "bernoulli_": _bernoulli,  # x.bernoulli_
+    "bernoulli": _drawn_with,  # torch.bernoulli
+    "multinomial": _places,  # torch.multinomial
     "rand_like": lambda x, **options: _uniform(_blank(x, **options)),  # torch.rand_like
+    "randint_like": _integers,  # torch.randint_like
     "randn_like": lambda x, **options: _normal(_blank(x, **options)),  # torch.randn_like
 }
 """Algorithms by the names of aten operators."""

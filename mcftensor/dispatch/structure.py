@@ -165,6 +165,8 @@ def move_elements(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 @implements(
     aten.unsafe_split.Tensor,  # torch.unsafe_chunk
     aten.unsafe_split_with_sizes.default,
+    aten.channel_shuffle.default,  # F.channel_shuffle
+    aten.native_channel_shuffle.default,  # the same
     aten.max_unpool2d.default,  # F.max_unpool1d, F.max_unpool2d
     aten.max_unpool3d.default,
     aten.im2col.default,  # F.unfold
@@ -224,6 +226,7 @@ def view_(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
     aten.cat.default,  # parameters_to_vector, DDP, class tokens
     aten.stack.default,  # the same
     aten.block_diag.default,  # torch.block_diag
+    aten._chunk_cat.default,  # gradients in fully_shard
 )
 def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     """Return expansions of one base as one; a plain tensor enters as a value."""

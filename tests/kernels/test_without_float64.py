@@ -443,6 +443,20 @@ def test_random_numbers_have_all_their_bits(format):
         x.cauchy_(2.0, 0.5)
         halves = (x < 2).float().mean().item()
         x.log_normal_(1.0, 0.5)
+        times = torch.zeros_like(x).geometric_(0.25).float()
+        chosen = torch.multinomial(x, 3)
+        shares = torch.bernoulli(torch.full_like(x, 0.25)).float()
+        centers = torch.normal(torch.full_like(x, 3.0), 0.5).float()
+        ones = torch.randint_like(x, 1, 3).float()
+    assert (times >= 1).all()
+    assert times.mean() == pytest.approx(4, abs=0.3)
+    assert torch.equal(times, times.round())
+    assert chosen.dtype == torch.int64
+    assert shares.mean() == pytest.approx(0.25, abs=0.05)
+    assert set(shares.tolist()) == {0.0, 1.0}
+    assert centers.mean() == pytest.approx(3, abs=0.05)
+    assert centers.std() == pytest.approx(0.5, rel=0.1)
+    assert set(ones.tolist()) == {1.0, 2.0}
     assert abs(halves - 0.5) < 0.05
     assert abs(sorted(float(v) for v in exactly(x))[count // 2] - 2.718) < 0.2
 

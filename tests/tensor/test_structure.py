@@ -5,9 +5,10 @@ from operator import setitem
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import mcftensor as mcf
-from support.helpers import assert_same_terms, exact, parameter, sample
+from support.helpers import assert_same_terms, exact, gappy, parameter, sample
 
 INDEX = torch.tensor([2, 0])
 
@@ -50,6 +51,8 @@ MOVES = {
     "masked_select": lambda x: x.masked_select(torch.ones(3, 4, device=x.device) > 0),
     "cat": lambda x: torch.cat([x, x], 1),
     "stack": lambda x: torch.stack([x, x], 1),
+    "block_diag": lambda x: torch.block_diag(x, x),
+    "narrow_copy": lambda x: torch.narrow_copy(x, 1, 1, 2),
     "to device": lambda x: x.to(x.device, copy=True),
 }
 
@@ -64,6 +67,25 @@ def test_moves_act_on_every_term(move, make, format, device):
     for term, source in zip(y.components, x.components, strict=True):
         assert torch.equal(term, move(source))
         assert term.stride() == move(source).stride()
+
+
+LAYERS = {
+    "unsafe_chunk": lambda x: torch.unsafe_chunk(x, 2)[0],
+    "unsafe_split_with_sizes": lambda x: x.unsafe_split_with_sizes([2, 4])[1],
+    "channel_shuffle": lambda x: F.channel_shuffle(x.view(1, 6, 1), 3),
+    "max_unpool1d": lambda x: F.max_unpool1d(x.view(1, 6), torch.arange(6).view(1, 6), 1, 1),
+    "block_diag": lambda x: torch.block_diag(x.view(2, 3)),
+    "narrow_copy": lambda x: torch.narrow_copy(x, 0, 1, 2),
+    "put": lambda x: x.put(torch.tensor([1, -1]), x[:2]),
+}
+
+
+@pytest.mark.parametrize("move", LAYERS.values(), ids=LAYERS.keys())
+def test_terms_that_float64_does_not_hold_move(move):
+    x = gappy(mcf.fp32x2)
+    y = move(x)
+    for term, source in zip(y.components, x.components, strict=True):
+        assert torch.equal(term, move(source))
 
 
 @pytest.mark.parametrize("view", ["view", "t", "select", "slice", "split", "as_strided", "expand"])
