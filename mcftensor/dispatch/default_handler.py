@@ -38,7 +38,7 @@ aten = torch.ops.aten
 PRECISION = 48
 """Bits of the longest format that float64 serves; its five other bits cover evaluation errors."""
 
-_PRECISION_OF_FLOAT32 = 19
+PRECISION_OF_FLOAT32 = 19
 """The same of float32, where float64 is not available."""
 
 _OF_TORCH = frozenset({"aten", "prims", "inductor", "quantized", "higher_order"})
@@ -220,7 +220,7 @@ def _in_float32_terms(
     try:
         result = beyond_float64.by_algorithm(func, Format(torch.float32, terms), *args, **options)
     except NotImplementedError as error:
-        if format.precision <= _PRECISION_OF_FLOAT32:
+        if format.precision <= PRECISION_OF_FLOAT32:
             return _in_float32(func, format, found, args, kwargs)
         shapes = ", ".join(f"{x._format.name} {tuple(x.shape)}" for x in found)
         raise without(f"{func} on expansions ({shapes})") from error

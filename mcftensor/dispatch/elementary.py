@@ -524,6 +524,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "mish_backward": _mish_backward,
     "softplus_backward": _softplus_backward,
     "log_sigmoid_backward": in_longer(lambda grad, x, buffer: grad * torch.sigmoid(-x)),
+    "native_dropout_backward": lambda grad, mask, scale: torch.where(mask, grad * scale, 0.0),
     "_softmax_backward_data": in_longer(
         lambda grad, y, dim, dtype: y * (grad - (grad * y).sum(dim, keepdim=True))
     ),

@@ -414,7 +414,7 @@ def cholesky_solve(b: Tensor, factor: Tensor, upper: bool = False) -> Tensor:
 
 def cholesky_inverse(factor: Tensor, upper: bool = False) -> Tensor:
     """Return the inverses of matrices that are given by their Cholesky factors."""
-    ones = _identity(factor, factor.shape[-1]).expand(factor.shape)
+    ones = torch.zeros_like(factor) + _identity(factor, factor.shape[-1])
     return cholesky_solve(ones, factor, upper)
 
 

@@ -22,7 +22,12 @@ from torch.utils._pytree import tree_map
 from mcftensor.arithmetic import special_functions
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.dispatch import derivatives
-from mcftensor.dispatch.default_handler import PRECISION, explained, unlike_dtypes
+from mcftensor.dispatch.default_handler import (
+    PRECISION,
+    PRECISION_OF_FLOAT32,
+    explained,
+    unlike_dtypes,
+)
 from mcftensor.dispatch.differences import lengthened, longer_format
 from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import (
@@ -49,7 +54,7 @@ from mcftensor.tensor.step_context import current_step, outside
 # ----------------------------------------------------------------------------------- of values
 
 _METHODS = (
-    *("quantile", "nanquantile", "nanmean", "logdet", "slogdet", "norm", "stft", "istft"),
+    *("quantile", "nanquantile", "nanmean", "logdet", "slogdet", "norm"),
     "isclose",  # its decomposition would draw random numbers
 )
 
@@ -59,12 +64,18 @@ _COVARIANCES = (torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef)
 # PyTorch's own functions cancel, and dispatch sees only their parts.
 _SHARPER = {torch.special.ndtr: special_functions.ndtr, F.tanhshrink: special_functions.tanhshrink}
 
+_SPECTRAL: set[Callable[..., Any]] = {
+    *(torch.stft, Tensor.stft, torch.istft, Tensor.istft),
+    # torch.fft.rfft, torch.fft.ihfft2
+    *(getattr(torch.fft, name) for name in dir(torch.fft) if re.fullmatch("i?[rh]?fft[2n]?", name)),
+}
+"""Functions with complex intermediate results, which are plain."""
+
 WHOLE: set[Callable[..., Any]] = {
     # torch.quantile, x.quantile
     *(getattr(torch, name) for name in _METHODS),
     *(getattr(torch.Tensor, name) for name in _METHODS),
-    # torch.fft.rfft, torch.fft.ihfft2
-    *(getattr(torch.fft, name) for name in dir(torch.fft) if re.fullmatch("i?[rh]?fft[2n]?", name)),
+    *_SPECTRAL,
     # called by these names
     torch.complex,
     torch.linalg.multi_dot,  # this and the next two take operands of one dtype alone
@@ -216,6 +227,8 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
         if format.dtype not in NARROW:
             return func(*args, **kwargs, **({} if out is None else {"out": out}))
         wide = Format(torch.float32, max(2, -(-format.precision // 24)))
+        if func in _SPECTRAL and format.precision <= PRECISION_OF_FLOAT32:
+            wide = PLAIN[torch.float32]
 
     def widen(x: Any) -> Any:
         if isinstance(x, MCFTensor):

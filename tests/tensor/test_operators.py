@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import mcftensor as mcf
 from mcftensor.kernels.without_float64 import has_float64
 from support.helpers import assert_same_terms, exact, gappy, sample
-from support.matrix import MATRIX, SAME_RELEASE, published
+from support.matrix import MATRIX, SAME_RELEASE, published, refuses
 
 pytest.importorskip("expecttest")  # of which torch's operator database makes use
 operators = pytest.importorskip("common.operators")
@@ -22,11 +22,8 @@ FORMATS = [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2]
 def test_operator(name, format):
     expected = published(name, format)
     outcome = operators.run(name, format, limit=MATRIX["samples"])
-    if not has_float64(torch.device("cpu")):  # more are refused
-        assert outcome.computed <= expected["computed"]
-        return
-    assert (outcome.computed > 0) == (expected["computed"] > 0)
-    if SAME_RELEASE:
+    assert (outcome.computed > 0) == (expected["computed"] > 0 and not refuses(name, format))
+    if SAME_RELEASE and has_float64():
         assert outcome.computed == expected["computed"]
         assert outcome.refused == expected["refused"]
         assert (round(outcome.units, 3) == 0) == (expected["units"] == 0)
@@ -38,7 +35,7 @@ def test_operator(name, format):
 def test_every_sample_of_an_operator(name, format):
     expected = published(name, format)
     outcome = operators.run(name, format)
-    if SAME_RELEASE:
+    if SAME_RELEASE and has_float64():
         assert outcome.computed >= expected["computed"]
         assert outcome.refused >= expected["refused"]
 
