@@ -64,18 +64,21 @@ _COVARIANCES = (torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef)
 # PyTorch's own functions cancel, and dispatch sees only their parts.
 _SHARPER = {torch.special.ndtr: special_functions.ndtr, F.tanhshrink: special_functions.tanhshrink}
 
-_SPECTRAL: set[Callable[..., Any]] = {
+_OF_TORCH_2_13 = [*filter(None, [getattr(F, "linear_cross_entropy", None)])]
+
+_OF_MACHINE_TYPES: set[Callable[..., Any]] = {
     *(torch.stft, Tensor.stft, torch.istft, Tensor.istft),
+    *(F.fractional_max_pool2d, F.fractional_max_pool3d),
     # torch.fft.rfft, torch.fft.ihfft2
     *(getattr(torch.fft, name) for name in dir(torch.fft) if re.fullmatch("i?[rh]?fft[2n]?", name)),
 }
-"""Functions with complex intermediate results, which are plain."""
+"""Functions without an algorithm for terms."""
 
 WHOLE: set[Callable[..., Any]] = {
     # torch.quantile, x.quantile
     *(getattr(torch, name) for name in _METHODS),
     *(getattr(torch.Tensor, name) for name in _METHODS),
-    *_SPECTRAL,
+    *_OF_MACHINE_TYPES,
     # called by these names
     torch.complex,
     torch.linalg.multi_dot,  # this and the next two take operands of one dtype alone
@@ -92,12 +95,10 @@ WHOLE: set[Callable[..., Any]] = {
     *_COVARIANCES,
     torch.cdist,
     # the modules of nn that have these names
-    F.fractional_max_pool2d,
-    F.fractional_max_pool3d,
     F.multi_head_attention_forward,
     F.rms_norm,
     F.scaled_dot_product_attention,  # transformers
-    *filter(None, [getattr(F, "linear_cross_entropy", None)]),  # of torch 2.13
+    *_OF_TORCH_2_13,
 }  # fmt: skip
 
 
@@ -177,6 +178,12 @@ def _attention(
     return made
 
 
+def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
+    """Return losses without chunks, which PyTorch's own operator has alone."""
+    made: Tensor = F.linear_cross_entropy(*args, **kwargs)
+    return made
+
+
 _IN_TERMS: dict[Callable[..., Any], Callable[..., Any]] = {
     **{
         getattr(kind, name): _quantile(getattr(kind, name))
@@ -185,6 +192,7 @@ _IN_TERMS: dict[Callable[..., Any], Callable[..., Any]] = {
     },
     **dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm),
     F.scaled_dot_product_attention: _attention,
+    **dict.fromkeys(_OF_TORCH_2_13, _linear_cross_entropy),
 }
 """Replacements of functions that PyTorch composes with numbers of the dtype."""
 
@@ -227,7 +235,7 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
         if format.dtype not in NARROW:
             return func(*args, **kwargs, **({} if out is None else {"out": out}))
         wide = Format(torch.float32, max(2, -(-format.precision // 24)))
-        if func in _SPECTRAL and format.precision <= PRECISION_OF_FLOAT32:
+        if func in _OF_MACHINE_TYPES and format.precision <= PRECISION_OF_FLOAT32:
             wide = PLAIN[torch.float32]
 
     def widen(x: Any) -> Any:
