@@ -81,18 +81,17 @@ def _normal_about(
     return _normal(_blank(mean + std), generator=generator) * std + mean
 
 
-def _drawn_with(
-    x: MCFTensor, p: Any = None, *, generator: torch.Generator | None = None
-) -> MCFTensor:
+def _drawn_with(x: MCFTensor, p: Any = None, *, generator: torch.Generator | None = None) -> Tensor:
     """Return ones with probability p, or with the probabilities x, else zeros."""
     if p is not None:
         return _bernoulli(x, p, generator=generator)
     return value_of((_drawn(x, generator) < x).to(x.dtype), x._format)
 
 
-def _integers(x: MCFTensor, *bounds: Any, **options: Any) -> MCFTensor:
+def _integers(x: MCFTensor, low: int, high: int | None = None, **options: Any) -> MCFTensor:
     """Return whole numbers like x."""
-    return value_of(torch.randint(*bounds, x.shape, device=x.device), x._format)
+    low, high = (0, low) if high is None else (low, high)
+    return value_of(torch.randint(low, high, x.shape, device=x.device), x._format)
 
 
 def _places(x: MCFTensor, *args: Any, **options: Any) -> Tensor:

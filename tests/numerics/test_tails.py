@@ -135,6 +135,7 @@ def test_foreign_nans_become_one():
     assert back.tolist() == [0x7FC00000, 0x7FC00000, 0x7FC00000, 0x3F800007]
 
 
+@pytest.mark.with_float64("the numbers are given in float64")
 class TestBalancedNoise:
     def test_the_numbers_are_those_of_the_formula(self):
         def lowbias32(z):

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mcftensor as mcf
+from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.tensor import step_context
 
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
@@ -126,7 +127,7 @@ def _asks(entry: FrameType) -> bool:
 def _is_wide(x: Any) -> bool:
     if isinstance(x, mcf.Format):
         return x.dtype in _WIDE
-    if isinstance(x, Tensor | torch.nn.Module | torch.optim.Optimizer):
+    if isinstance(x, Tensor | Sum | torch.nn.Module | torch.optim.Optimizer):
         return any(y.dtype in _WIDE for y in _held(x))
     return x in _WIDE if isinstance(x, torch.dtype) else x is Tensor.double
 
@@ -134,6 +135,8 @@ def _is_wide(x: Any) -> bool:
 def _held(x: Any) -> list[Tensor]:
     if isinstance(x, Tensor):
         return [x]
+    if isinstance(x, Sum):
+        return [*x.floats]
     if isinstance(x, torch.nn.Module):
         return [*x.parameters(), *x.buffers()]
     return [p for group in x.param_groups for p in group["params"]] + _tensors([*x.state.values()])
