@@ -68,24 +68,26 @@ def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> 
     return flat.reshape(x.shape)
 
 
+def _along(x: Tensor, dim: int, index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positions that `index_add` adds to, and the values."""
+    return _places(x).index_select(dim, index), values
+
+
+def _scattered(x: Tensor, dim: int, index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positions that `scatter_add` adds to, and the values."""
+    slices = [slice(0, n) for n in index.shape]
+    own = values[tuple(slices)]
+    if slices:
+        slices[dim] = slice(None)
+    return _places(x)[tuple(slices)].gather(dim, index), own
+
+
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
-    positions = _places(x).index_select(dim, index)
-    return _combined(x, positions, source if alpha == 1 else source * alpha)
-
-
-def _scatter_positions(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    slices = tuple(
-        slice(None) if d == dim % x.dim() else slice(0, n) for d, n in enumerate(index.shape)
-    )
-    return _places(x)[slices].gather(dim, index)
-
-
-def _scattered(x: Tensor, index: Tensor) -> Tensor:
-    return x[tuple(slice(0, n) for n in index.shape)]
+    return _combined(x, *_along(x, dim, index, source if alpha == 1 else source * alpha))
 
 
 def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    return _combined(x, _scatter_positions(x, dim, index), _scattered(source, index))
+    return _combined(x, *_scattered(x, dim, index, source))
 
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -97,39 +99,26 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _reduced(
-    x: Tensor, positions: Tensor, values: Tensor, reduce: str, include_self: bool
-) -> Tensor:
-    found = _combined(x, positions, values, _COMBINE[reduce], include_self)
-    if reduce != "mean":
-        return found
-    count = torch.bincount(positions.reshape(-1), minlength=x.numel()).view(x.shape)
-    return found / (count + include_self).clamp(min=1).to(x.dtype)
+def _reducing(placed: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+    """Return `scatter_reduce` or `index_reduce`, by the places of their values."""
 
+    def reduced(
+        x: Tensor,
+        dim: int,
+        index: Tensor,
+        source: Tensor,
+        reduce: str,
+        *,
+        include_self: bool = True,
+    ) -> Tensor:
+        positions, values = placed(x, dim, index, source)
+        found = _combined(x, positions, values, _COMBINE[reduce], include_self)
+        if reduce != "mean":
+            return found
+        count = torch.bincount(positions.reshape(-1), minlength=x.numel()).view(x.shape)
+        return found / (count + include_self).clamp(min=1).to(x.dtype)
 
-def _scatter_reduce(
-    x: Tensor,
-    dim: int,
-    index: Tensor,
-    source: Tensor,
-    reduce: str,
-    *,
-    include_self: bool = True,
-) -> Tensor:
-    positions = _scatter_positions(x, dim, index)
-    return _reduced(x, positions, _scattered(source, index), reduce, include_self)
-
-
-def _index_reduce(
-    x: Tensor,
-    dim: int,
-    index: Tensor,
-    source: Tensor,
-    reduce: str,
-    *,
-    include_self: bool = True,
-) -> Tensor:
-    return _reduced(x, _places(x).index_select(dim, index), source, reduce, include_self)
+    return reduced
 
 
 def _bincount(places: Tensor, weights: Tensor, minlength: int = 0) -> Tensor:
@@ -190,9 +179,9 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "_index_put_impl": _index_put_impl,  # x._index_put_impl_
     "put": _put,  # x.put, gradients of x.take
     "index_add": _index_add,  # x.index_add, gradients of x.index_select
-    "index_reduce": _index_reduce,  # x.index_reduce
+    "index_reduce": _reducing(_along),  # x.index_reduce
     "scatter_add": _scatter_add,  # x.scatter_add, gradients of x.gather
-    "scatter_reduce": _scatter_reduce,  # x.scatter_reduce
+    "scatter_reduce": _reducing(_scattered),  # x.scatter_reduce
     "bincount": _bincount,  # torch.bincount of weights
     "max_pool2d_with_indices_backward": _of_maxima(2),  # gradients of F.max_pool2d
     "max_pool3d_with_indices_backward": _of_maxima(3),  # gradients of F.max_pool3d
