@@ -60,7 +60,7 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def without_float64(request, leaves_nothing_behind):
     """With `--without-float64`, no code of the library may make a float64 tensor, except where the
-    case needs it by its name or its mark, or where nobody can watch."""
+    case needs it by its parameters or its mark, or where nobody can watch."""
     parameters = request.node.name.partition("[")[2]
     asks = any(part in parameters for part in NEEDS_FLOAT64)
     asks = asks or request.node.get_closest_marker("with_float64")

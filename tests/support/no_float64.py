@@ -48,7 +48,7 @@ NEEDS_FLOAT64 = {
     "-linalg.pinv": "PyTorch's code has float64 bounds",
     "-linalg.matrix_rank": "PyTorch's code has float64 bounds",
 }
-"""Parts of the names of cases that `--without-float64` runs with float64, and why."""
+"""Parts of the parameters of cases that `--without-float64` runs with float64, and why."""
 
 
 class Float64Error(AssertionError):
