@@ -213,6 +213,7 @@ def test_exact_results_stay_exact():
     assert_same_terms(x * 2 / 2, x)
 
 
+@pytest.mark.with_float64("the numbers are given in float64")
 def test_the_numbers_are_those_of_splitmix64():
     def splitmix(seed, count):
         mask, results = 2**64 - 1, []
@@ -230,6 +231,7 @@ def test_the_numbers_are_those_of_splitmix64():
         assert later.tolist() == splitmix(seed, 12)[7:]
 
 
+@pytest.mark.with_float64("the numbers are given in float64")
 def test_the_numbers_are_uniform_and_independent():
     n = 200_000
     keys = [noise.draw_key(torch.device("cpu")) for _ in range(3)]
