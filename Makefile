@@ -74,10 +74,10 @@ test-all: $(VENV)/installed ## run all tests in random order (SEED=n repeats an 
 	$(PYTEST) -m "" --random-order --random-order-seed=$(SEED) $(ARGS)
 	$(MAKE) test-without-double
 
-test-without-double: $(VENV)/installed ## run the tests of training, files, meters, formats, kernels, processes and more where each float64 tensor of the library raises
+test-without-double: $(VENV)/installed ## run the tests of training, files, meters, tensors, numerics, kernels, processes and more where each float64 tensor of the library raises
 	$(WORKING) --without-float64 tests/training tests/files tests/meters tests/patches \
-		tests/compile tests/ecosystem tests/kernels tests/distributed tests/tensor/test_tape.py \
-		tests/tensor/test_rows.py tests/numerics/test_products.py $(ARGS)
+		tests/compile tests/ecosystem tests/kernels tests/distributed tests/tensor tests/numerics \
+		$(ARGS)
 	$(WORKING) --without-float64 tests/formats -k "$(WITHOUT_DOUBLE)" $(ARGS)
 
 soak: $(VENV)/installed ## kill training runs at random; they must end with the bits of an uninterrupted run (ARGS="--help")
