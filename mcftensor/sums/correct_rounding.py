@@ -93,9 +93,9 @@ def rounded_norm(accumulator: Tensor, dtype: torch.dtype, grid: Grid = WIDEST) -
 _FRACTION, _GUARD = -WIDTH * WIDEST.lowest, 64
 
 
-def sum_on_host(accumulator: Sequence[int]) -> float:
+def sum_as_float(accumulator: Sequence[int]) -> float:
     """Round the sum of an accumulator in the widest grid once, to a Python float."""
-    special = _special_on_host(accumulator)
+    special = _special_as_float(accumulator)
     if special is not None:
         return special
     whole = _whole(accumulator)
@@ -105,9 +105,9 @@ def sum_on_host(accumulator: Sequence[int]) -> float:
         return math.inf if whole > 0 else -math.inf
 
 
-def norm_on_host(accumulator: Sequence[int]) -> float:
+def norm_as_float(accumulator: Sequence[int]) -> float:
     """Return the root of the sum of an accumulator of squares, rounded once, as a Python float."""
-    special = _special_on_host(accumulator)
+    special = _special_as_float(accumulator)
     if special is not None:
         return special
     square = _whole(accumulator) << 2 * _GUARD
@@ -121,7 +121,7 @@ def _whole(accumulator: Sequence[int]) -> int:
     return sum(d << WIDTH * i for i, d in enumerate(accumulator[: WIDEST.count]) if d)
 
 
-def _special_on_host(accumulator: Sequence[int]) -> float | None:
+def _special_as_float(accumulator: Sequence[int]) -> float | None:
     plus, minus, nan, *_ = accumulator[WIDEST.count :]
     if nan or (plus and minus):
         return math.nan

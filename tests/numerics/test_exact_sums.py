@@ -15,10 +15,10 @@ from common.oracle import BASES, round_fraction
 from mcftensor.kernels import digit_sums, execute
 from mcftensor.sums.accumulators import accumulate_all
 from mcftensor.sums.correct_rounding import (
-    norm_on_host,
+    norm_as_float,
     rounded_norm,
     rounded_sum,
-    sum_on_host,
+    sum_as_float,
 )
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -200,7 +200,7 @@ def test_norms_at_ties(root, change):
     x = torch.tensor(squares, dtype=torch.float64)
     exact = root_of(Fraction(root**2 + change))
     assert is_nearest(mcf.exact.norm(x), exact)
-    on_host = norm_on_host(row_of(x, squares=True))
+    on_host = norm_as_float(row_of(x, squares=True))
     assert is_nearest(torch.tensor(on_host, dtype=torch.float64), exact)
 
 
@@ -286,14 +286,14 @@ def test_on_the_host(dtype):
     x = bit_patterns(np.random.default_rng(5), dtype, 3000)
     for part in x[x.isfinite()].split(10):
         exact = exact_sum(part)
-        assert is_nearest(torch.tensor(sum_on_host(row_of(part)), dtype=torch.float64), exact)
+        assert is_nearest(torch.tensor(sum_as_float(row_of(part)), dtype=torch.float64), exact)
         square = sum((a * a for a in fractions(part)), Fraction(0))
-        norm = torch.tensor(norm_on_host(row_of(part, squares=True)), dtype=torch.float64)
+        norm = torch.tensor(norm_as_float(row_of(part, squares=True)), dtype=torch.float64)
         assert is_nearest(norm, root_of(square))
     inf, nan = math.inf, math.nan
     for special in ([inf], [-inf], [inf, -inf], [nan], [nan, inf], [-0.0]):
         part = torch.tensor([1.0, *special], dtype=dtype)
-        numbers = [sum_on_host(row_of(part)), norm_on_host(row_of(part, squares=True))]
+        numbers = [sum_as_float(row_of(part)), norm_as_float(row_of(part, squares=True))]
         expected = [part.double().sum().item(), part.double().norm().item()]
         assert numbers == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
 

@@ -25,7 +25,7 @@ from mcftensor.convert import as_expansion, as_plain
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.kernels.without_float64 import PAIR
 from mcftensor.sums.accumulators import SIZE, accumulate_dots
-from mcftensor.sums.correct_rounding import norm_on_host, sum_on_host
+from mcftensor.sums.correct_rounding import norm_as_float, sum_as_float
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import local
 from mcftensor.training.shadow import (
@@ -376,8 +376,8 @@ def _figures(
     accumulators = totals[:, counts:].view(-1, dots, SIZE).tolist()
     return (
         totals[:, :counts].tolist(),
-        [[sum_on_host(x) for x in row] for row in accumulators],
-        [norm_on_host(row[0]) for row in accumulators],
+        [[sum_as_float(x) for x in row] for row in accumulators],
+        [norm_as_float(row[0]) for row in accumulators],
     )
 
 
