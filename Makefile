@@ -19,9 +19,6 @@ PATIENT := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS)
 WORKING = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 PYTEST = $(WORKING) --doctest-modules mcftensor tests
 
-# The formats whose contract holds without float64.
-WITHOUT_DOUBLE = (fp32x2 or bf16x3 or bf16x2) and not scaled and not sr and not br
-
 GPUS := /dev/nvidia0 /dev/kfd /dev/dxg
 # A PyTorch that finds the GPU here is built for its driver, and is used, whatever its release. Each
 # PyTorch for GPUs comes with a Triton of its own.
@@ -74,11 +71,10 @@ test-all: $(VENV)/installed ## run all tests in random order (SEED=n repeats an 
 	$(PYTEST) -m "" --random-order --random-order-seed=$(SEED) $(ARGS)
 	$(MAKE) test-without-double
 
-test-without-double: $(VENV)/installed ## run the tests of training, files, meters, tensors, numerics, kernels, processes and more where each float64 tensor of the library raises
+test-without-double: $(VENV)/installed ## run the tests of training, files, meters, tensors, numerics, formats, kernels, processes and more where each float64 tensor of the library raises
 	$(WORKING) --without-float64 tests/training tests/files tests/meters tests/patches \
 		tests/compile tests/ecosystem tests/kernels tests/distributed tests/tensor tests/numerics \
-		$(ARGS)
-	$(WORKING) --without-float64 tests/formats -k "$(WITHOUT_DOUBLE)" $(ARGS)
+		tests/formats $(ARGS)
 
 soak: $(VENV)/installed ## kill training runs at random; they must end with the bits of an uninterrupted run (ARGS="--help")
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:studies $(BIN)/python tests/soak.py $(ARGS)
