@@ -321,7 +321,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "_linalg_eigh": linear_algebra.eigh,  # torch.linalg.eigh, eigvalsh
     "_linalg_svd": linear_algebra.svd,  # torch.linalg.svd, svdvals, cond
     "linalg_pinv": matrix_functions.pinv,  # torch.linalg.pinv
-    "linalg_matrix_exp": matrix_functions.exp,  # torch.linalg.matrix_exp
+    "linalg_matrix_exp": matrix_functions.matrix_exp,  # torch.linalg.matrix_exp
     "allclose": _allclose,  # torch.allclose
     **scattering.ALGORITHMS,  # x.index_add, gradients of F.max_pool2d
     **decompositions.ALGORITHMS,  # nn.LayerNorm, F.mse_loss

@@ -36,7 +36,7 @@ def _pinv(a: Tensor, atol: Tensor, rtol: Tensor) -> Tensor:
     return vh.mT @ (inverses.unsqueeze(-1) * u.mT)
 
 
-def exp(a: Tensor) -> Tensor:
+def matrix_exp(a: Tensor) -> Tensor:
     """Return exponentials of square matrices."""
     return _exp(a)[0]
 

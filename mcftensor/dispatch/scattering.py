@@ -188,8 +188,8 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "adaptive_max_pool2d_backward": _of_maxima(2),  # gradients of F.adaptive_max_pool2d
     "adaptive_max_pool3d_backward": _of_maxima(3),  # gradients of F.adaptive_max_pool3d
     "replication_pad1d_backward": _of_padding,  # gradients of F.pad
-    "replication_pad2d_backward": _of_padding,
-    "replication_pad3d_backward": _of_padding,
+    "replication_pad2d_backward": _of_padding,  # the same, of two dimensions
+    "replication_pad3d_backward": _of_padding,  # of three
     **{
         f"{name}{dims}d_backward": _of_nearest(upsample)
         for name, upsample in {

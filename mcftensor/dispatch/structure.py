@@ -164,11 +164,11 @@ def move_elements(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 @implements(
     aten.unsafe_split.Tensor,  # torch.unsafe_chunk
-    aten.unsafe_split_with_sizes.default,
+    aten.unsafe_split_with_sizes.default,  # torch.unsafe_split_with_sizes
     aten.channel_shuffle.default,  # F.channel_shuffle
     aten.native_channel_shuffle.default,  # the same
     aten.max_unpool2d.default,  # F.max_unpool1d, F.max_unpool2d
-    aten.max_unpool3d.default,
+    aten.max_unpool3d.default,  # F.max_unpool3d
     aten.im2col.default,  # F.unfold
     aten.pixel_shuffle.default,  # F.pixel_shuffle
     aten.pixel_unshuffle.default,  # F.pixel_unshuffle
