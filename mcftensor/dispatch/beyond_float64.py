@@ -185,13 +185,11 @@ def _trilinear(
     _: int = 1,
 ) -> Tensor:
     """Return products of three tensors with new dimensions, summed along some of all."""
-    for d in new_x:
-        x = x.unsqueeze(d)
-    for d in new_y:
-        y = y.unsqueeze(d)
-    for d in new_z:
-        z = z.unsqueeze(d)
-    product = x * y * z
+
+    def spread(factor: Tensor, new: Sequence[int]) -> Tensor:
+        return functools.reduce(torch.unsqueeze, new, factor)
+
+    product = spread(x, new_x) * spread(y, new_y) * spread(z, new_z)
     return _sum(product, summed) if summed else product
 
 
