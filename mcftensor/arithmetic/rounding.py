@@ -51,13 +51,10 @@ def add_odd(a: Tensor, b: Tensor) -> Tensor:
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round x to nearest even in `dtype`, once.
 
-    PyTorch converts float64 to bfloat16 and float16 through float32, with two roundings. Here the
-    first step rounds to odd, which makes the second one correct.
+    PyTorch converts float64 and integers to bfloat16 and float16 through float32, with two
+    roundings. Here the first step rounds to odd, which makes the second one correct.
     """
-    if x.dtype == torch.float64 and dtype in NARROW:
-        nearest = x.to(torch.float32)
-        x = _make_odd(nearest, torch.where(torch.isfinite(x), x - nearest.to(torch.float64), 0))
-    return x.to(dtype)
+    return (collapse_odd([x]) if dtype in NARROW else x).to(dtype)
 
 
 def collapse_terms(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -91,7 +88,9 @@ def _takes_float64(term: Tensor) -> bool:
 
 def collapse_odd(terms: Sequence[Tensor]) -> Tensor:
     """The sum of normalized terms in float32, rounded to odd, so it can be rounded once more."""
-    if len(terms) == 1 and terms[0].dtype in (torch.float32, *NARROW):
+    if len(terms) == 1:
+        terms = as_floats(terms[0])
+    if len(terms) == 1 and terms[0].dtype != torch.float64:
         return terms[0].to(torch.float32)
     if not _takes_float64(terms[0]):
         return _make_odd(*_sum_in_float32(terms))

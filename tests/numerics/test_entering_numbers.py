@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import mcftensor as mcf
+from mcftensor.arithmetic.rounding import round_to
 from support.contract import fractions
 from support.no_float64 import no_float64
 
@@ -82,6 +83,43 @@ def test_integers(make, format):
             u = Fraction(2) ** -format.precision
             for x, y in zip(fractions(found), WHOLE, strict=True):
                 assert abs(x - y) <= abs(y) * u
+
+
+ROUNDED = [
+    sign * (2**k + 2 ** (k - bits) + nudge)
+    for k in range(24, 63)
+    for bits in (4, 8, 11, 16)
+    for nudge in (-1, 0, 1)
+    for sign in (1, -1)
+]
+"""Integers at and beside the middle between two numbers of so many bits."""
+
+
+@pytest.mark.parametrize("bits", [pytest.param(8, id="bf16"), pytest.param(16, id="bf16i8")])
+def test_integers_are_rounded_once(bits):
+    format = {8: torch.bfloat16, 16: mcf.bf16i8.nearest}[bits]
+    whole = torch.tensor(ROUNDED)
+    for mode in modes(mcf.bf16i8):
+        with mode:
+            found = round_to(whole, format) if bits == 8 else whole.to(format)
+        assert fractions(found) == [nearest_of(x, bits) for x in ROUNDED]
+
+
+@pytest.mark.parametrize("format", [mcf.mxfp8, mcf.ue5m3, mcf.e4m3i8, mcf.e4m3i16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8], ids=str)
+def test_integers_in_blocks(format, dtype):
+    whole = torch.randint(torch.iinfo(dtype).max, (4, 64), dtype=dtype) >> 12 * (dtype.itemsize > 4)
+    expected = mcf.as_expansion(whole.to(torch.float64), format)
+    for mode in modes(format):
+        with mode:
+            found = whole.to(format)
+        assert torch.equal(found, expected)
+
+
+def nearest_of(whole: int, bits: int) -> int:
+    """An integer rounded to so many bits, to even at the middle."""
+    dropped = max(0, abs(whole).bit_length() - bits)
+    return round(Fraction(whole, 2**dropped)) * 2**dropped
 
 
 @pytest.mark.parametrize(
