@@ -26,10 +26,10 @@ FITTING = $(if $(wildcard $(GPUS)),$(shell $(PYTHON) -c \
 	"import torch; print('torch' if torch.cuda.is_available() else '')" 2> /dev/null))
 UNPINNED = $(if $(FITTING),torch|triton,$(if $(wildcard $(GPUS)),triton,-))
 
-.PHONY: help install train train-peers study findings bench judged works-with gpu gpu-at-hand test test-all test-without-double soak fuzz mutations lint docs serve pages package publish-docs clean
+.PHONY: help install train train-peers study bert gpt2 findings bench judged works-with gpu gpu-at-hand test test-all test-without-double soak fuzz mutations lint docs serve pages package publish-docs clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1|/' \
 		| awk -F '|' '{printf "make %-9s %s\n", $$1, $$2}'
 
 install: $(VENV)/installed ## set up .venv with the library and all that develops it
@@ -42,6 +42,12 @@ train-peers: $(VENV)/benchmarks ## train the same GPT with optimizers of other l
 
 study: $(VENV)/installed ## measure what updates lose, by strategy, layer, learning rate and beta2 (ARGS="--help")
 	$(PATIENT) $(BIN)/python studies/edq_study.py $(ARGS)
+
+bert: $(VENV)/benchmarks ## pretrain a BERT in two phases, in ten strategies, in pieces of nine minutes (ARGS="--help")
+	$(PATIENT) $(BIN)/python studies/bert.py --checkpoints out/bert $(ARGS)
+
+gpt2: $(VENV)/installed ## train GPT-2 with 124 million parameters in five strategies, in pieces of nine minutes (ARGS="--help")
+	$(PATIENT) $(BIN)/python studies/gpt2.py $(ARGS)
 
 findings: $(VENV)/installed ## answer open questions by hundreds of short trainings, in an hour or two (ARGS="--help")
 	$(PATIENT) $(BIN)/python studies/findings.py $(ARGS)

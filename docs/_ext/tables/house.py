@@ -55,7 +55,7 @@ def layers() -> str:
 
 def commands() -> str:
     """The targets of the Makefile, with its own help."""
-    lines = re.findall(r"^([a-z-]+):.*?## (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    lines = re.findall(r"^([a-z0-9-]+):.*?## (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     return table(("command", "does"), [(f"`make {name}`", text) for name, text in lines])
 
 
