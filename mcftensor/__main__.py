@@ -71,7 +71,7 @@ _BY_OPTION = {
     "give parameters,": "give --parameters, a file with",
     "give step,": "give --step,",
 }
-"""What functions say of their arguments, said of the options of a command."""
+"""Advice in error messages of functions, and the same advice by options of the command."""
 
 
 def run_selfcheck(options: argparse.Namespace) -> int:

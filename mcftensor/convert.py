@@ -253,7 +253,7 @@ class Held:
     """Its own, or that of the expansion that it was loaded from."""
     loaded: MCFTensor | None
     wanted: Format | None = None
-    """None where it is to be plain."""
+    """None for a plain tensor."""
     role: Role = "value"
 
     @property

@@ -37,7 +37,7 @@ from mcftensor.arithmetic.guarded import (
 )
 
 _OFFSET = Fraction(9, 8)
-"""What is added to x, so that its exponent and two more bits are the number of an interval of g."""
+"""Added to x so that its exponent and two more bits are the index of an interval of g."""
 
 
 def _end(base: Base) -> float:

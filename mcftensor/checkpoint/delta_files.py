@@ -35,7 +35,7 @@ from mcftensor.kernels.changes import digest_of, digest_of_change, indices_of
 
 @dataclass(frozen=True)
 class DeltaEntry:
-    """What a delta says of a parameter.
+    """The entry of a parameter in a delta.
 
     Attributes:
         dtype: of the plain parameter.
@@ -76,7 +76,7 @@ class WeightPatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Delta:
-    """What `Deltas.take` returns, and `apply_deltas` takes.
+    """A delta: created by `Deltas.take`, applied by `apply_deltas`.
 
     Attributes:
         data: the bytes of a safetensors file.
@@ -104,7 +104,7 @@ class Delta:
     def patches(self) -> list[WeightPatch]:
         """Return the changes of each parameter that changed, in the form that vLLM takes.
 
-        Patches of an anchor are whole, `indices` is None; those of any other delta, and of shards,
+        Patches of an anchor are whole, `indices` is None; patches of other deltas, and of shards,
         have indices. vLLM takes no mixture of the two.
         """
         found: list[WeightPatch] = []
@@ -178,8 +178,8 @@ def _parsed(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, Delta
 def _changes(
     tensors: Mapping[str, Tensor], entries: Mapping[str, DeltaEntry]
 ) -> Iterator[tuple[str, DeltaEntry, Tensor | None, Tensor | None]]:
-    """Of each parameter its entry, the indices, none where all elements are there, and codes, none
-    where nothing changed."""
+    """Return the entry, indices and codes of each parameter; no indices if all elements are there,
+    and no codes if nothing changed."""
     for name, entry in entries.items():
         gaps = tensors.get(f"{name}.gaps")
         at = None if gaps is None else indices_of(gaps, entry.width)

@@ -179,6 +179,6 @@ def opened(path: Path, verify: bool, above: tuple[Path, ...] = ()) -> Stored:
 
 
 def _said_in(stored: Stored) -> dict[str, Any] | None:
-    """What the metadata of a file say of changes."""
+    """Return the entry on changes in the metadata of a file."""
     said: dict[str, Any] | None = json.loads(stored.metadata.get(DELTA_KEY, "null"))
     return said

@@ -22,8 +22,8 @@ import torch
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading
 
 MOST = 4
-"""How many times the size of its file the tensors of a checkpoint may have in all: tensors may
-share memory, as views of a flat one do."""
+"""The largest ratio of the total size of tensors to the size of their file. It exceeds 1 because
+tensors may share memory, such as views of a flat one."""
 
 _IN_LEGACY_FILES = 5  # pickles: a number, a version, the system, the content, names of storages
 _TENSORS = re.compile(r"torch\._utils\._rebuild_(tensor(_v[23])?|qtensor)")

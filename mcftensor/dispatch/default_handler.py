@@ -39,7 +39,7 @@ PRECISION = 48
 """Bits of the longest format that float64 serves; its five other bits cover evaluation errors."""
 
 PRECISION_OF_FLOAT32 = 19
-"""The same of float32, where float64 is not available."""
+"""The same for float32, where float64 is not available."""
 
 _OF_TORCH = frozenset({"aten", "prims", "inductor", "quantized", "higher_order"})
 """Namespaces of operators that compute the same in every floating dtype, whatever they write to."""

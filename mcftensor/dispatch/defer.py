@@ -551,7 +551,7 @@ def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
-    """As `_at_once`, for lists; rows with the same kinds of operands are recorded together."""
+    """Evaluate lists like `_at_once`; record rows with operands of the same kinds together."""
     _, count, _, keyword, _ = OPERATORS[name]
 
     def put_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -251,4 +251,4 @@ RULES: dict[Any, Callable[[Any, Given], Any]] = {
     aten.binary_cross_entropy_backward.default: _by_algorithm,  # its gradients
     aten.allclose.default: _by_algorithm,  # torch.allclose
 }
-"""How functions are evaluated if float64 rounds one of their arguments."""
+"""The evaluation of functions if float64 rounds one of their arguments."""

@@ -200,7 +200,7 @@ class _Part:
         return made
 
     def _is_bare(self, columns: Sequence[Sequence[Any]], keys: Sequence[Tensor] = ()) -> bool:
-        """As `is_bare`, which also asks what the caller may have found."""
+        """Return `is_bare`, which looks only at types if the caller has checked the thread."""
         if self.is_eager:
             return _BARE.issuperset(map(type, itertools.chain.from_iterable(columns)))
         return is_bare(*columns, keys)

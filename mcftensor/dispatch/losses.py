@@ -17,7 +17,7 @@ from mcftensor.dispatch.elementary import in_longer
 aten = torch.ops.aten
 
 _NONE, _MEAN = 0, 1
-"""How aten's losses are told to be reduced."""
+"""The codes of aten's reductions of losses."""
 
 
 def _averaged(grad: Tensor, x: Tensor, reduction: int) -> Tensor:

@@ -16,7 +16,7 @@ TABLE: dict[Any, Handler] = {}
 Shortcut = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 SHORTCUTS: dict[Any, Shortcut] = {}
 IN_STEP: dict[Any, Shortcut] = {}
-"""Those of calls within an optimizer's step; they are tried first."""
+"""Shortcuts of calls within an optimizer's step, tried first."""
 
 
 def implements(*operators: Any) -> Callable[[Handler], Handler]:

@@ -326,7 +326,7 @@ def at_once(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _in_one_dtype(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As `at_once`, and raise a helpful error for operands of unlike dtypes."""
+    """Return the result of `at_once`; raise a helpful error for operands of unlike dtypes."""
     result = at_once(func, args, kwargs)
     if result is NotImplemented and not torch._C._is_any_autocast_enabled():
         found = expansions((args, kwargs))

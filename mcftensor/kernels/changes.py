@@ -1,8 +1,8 @@
 """Digests of tensors, and marked elements as gaps and codes.
 
-A gap is the number of unmarked elements between two marked ones. Gaps are written as numbers of a
-few bits, whichever width takes the fewest bytes. On the CPU, C++ code of its own does this in one
-pass over memory, or in two; elsewhere, and for few elements, PyTorch does.
+A gap is the number of unmarked elements between two marked ones. Gaps are integers of 1 to 16 bits,
+of the width with the fewest bytes. On the CPU, C++ code makes one or two passes over memory; on
+other devices, and for few elements, PyTorch computes the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mcftensor.kernels.marks import bits_for, changed_elements, packed_bits, unp
 from mcftensor.kernels.program import PATTERNS
 
 WIDTHS = (1, 2, 4, 8, 16)
-"""Bits of a gap, of which the one that makes the fewest bytes is taken."""
+"""Possible widths of gaps in bits; each delta uses the one with the fewest bytes."""
 
 _PART = 1 << 20  # elements that PyTorch sums together
 
@@ -217,19 +217,19 @@ _DIGEST, _COUNT, _WRITE, _COMPARE, _READ = range(5)
 
 
 def digest_of(x: Tensor) -> int:
-    """The sum of the key of place i times the code of element i, modulo 2^64, of a flat tensor.
+    """Return the digest of a flat tensor: the sum of key i times code i, modulo 2^64.
 
     Keys are odd numbers of 32 bits, without a pattern between neighbours: codes that change by
-    small amounts in several places, as weights do, would else often leave the sum as it is. Sums
-    over parts of it, and over what changed, are sums of this, in any order. The hash is that of
-    Carter and Wegman (Universal classes of hash functions, 1979) with known keys.
+    small amounts in several places, as weights do, would otherwise often leave the sum unchanged.
+    Digests of parts, and of changes, add up to the digest of the whole, in any order. The hash is
+    by Carter and Wegman (Universal classes of hash functions, 1979), with public keys.
     """
     launch = _launch_for(x)
     return _digest(x) if launch is None else _compiled_digest(launch, x)
 
 
 def digest_of_change(indices: Tensor, old: Tensor, new: Tensor) -> int:
-    """What a change of elements adds to the digest.
+    """Return the difference of digests that a change of elements makes.
 
     Shapes: (n,), and elements before and after of shape (n,).
     """
@@ -238,7 +238,7 @@ def digest_of_change(indices: Tensor, old: Tensor, new: Tensor) -> int:
 
 
 def _keys(indices: Tensor) -> Tensor:
-    """The keys of places."""
+    """Return the keys of indices."""
     places = (2 * indices + 1) * (_GOLDEN - 2**64)  # int64 wraps as unsigned numbers do
     return (places ^ places >> 32) & (2**32 - 1) | 1
 
@@ -252,17 +252,19 @@ def _digest(x: Tensor) -> int:
 
 
 def _unsigned(x: Tensor) -> Tensor:
-    """The bits of elements as numbers without a sign; those of 64 bits as they are."""
+    """Return the bits of elements as unsigned integers in int64, where 64-bit patterns wrap."""
     bits, pattern = 8 * x.element_size(), x.view(PATTERNS[x.element_size()])
     return pattern.to(torch.int64) if bits == 64 else pattern.to(torch.int64) & (2**bits - 1)
 
 
 def coded_changes(bits: Tensor, x: Tensor) -> tuple[int, Tensor, Tensor] | None:
-    """The marked elements of a flat tensor: the gaps between them, and their codes.
+    """Return the marked elements of a flat tensor as gaps between them and codes.
 
-    The largest number of a width, t, says that t elements are passed; any smaller one that so many
-    are passed and the next one is marked. Returns the width in bits; bytes, whose lowest bits come
-    first, and those left over are ones; and codes. None if no element is marked.
+    The largest integer of a width, t, skips t elements. A smaller one skips as many, and the next
+    element is marked. The lowest bits of a byte come first; unused bits are ones.
+
+    Returns:
+        The width in bits, the bytes of the gaps, and the codes; None if no element is marked.
 
     Shapes: bits of `bits_for(x)` and (n,) to (bytes,) and (marked,).
     """
@@ -289,12 +291,12 @@ def _changes(bits: Tensor, x: Tensor) -> tuple[int, Tensor, Tensor] | None:
 
 
 def _shortest(numbers: dict[int, int]) -> int:
-    """The width in which so many numbers of each width take the fewest bytes."""
+    """Return the width with the fewest bytes, given the count of integers for each width."""
     return min(WIDTHS, key=lambda w: -(-w * numbers[w] // 8))
 
 
 def mark_changes(bits: Tensor, x: Tensor, old: Tensor) -> None:
-    """Mark where a flat tensor has another pattern than a contiguous copy of before."""
+    """Mark the elements of a flat tensor that differ in their bits from a contiguous older copy."""
     launch = _launch_for(x)
     if launch is None:
         packed = packed_bits(changed_elements(x, old))
@@ -304,7 +306,7 @@ def mark_changes(bits: Tensor, x: Tensor, old: Tensor) -> None:
 
 
 def indices_of(coded: Tensor, width: int) -> Tensor:
-    """The indices of gaps that `coded_changes` has made."""
+    """Return the indices of elements from the gaps of `coded_changes`."""
     launch = _launch_for(coded)
     return _indices(coded, width) if launch is None else _compiled_indices(launch, coded, width)
 
@@ -371,7 +373,7 @@ def _run(launch: cpu.Launch, kind: int, *words: int, threads: int = 1) -> None:
 
 
 def _is_right(launch: cpu.Launch) -> bool:
-    """Whether compiled code does what PyTorch does, for marks from none to all."""
+    """Return whether compiled code agrees with PyTorch, for no marks, some and all."""
     generator = torch.Generator().manual_seed(0)
     for size, dtype in PATTERNS.items():
         x = torch.randint(0, 256, (size * 3001,), generator=generator, device="cpu")

@@ -36,7 +36,7 @@ _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 
 class Finish(NamedTuple):
-    """How a sum becomes a result: divided by `divisor`, or its square root, and then rounded to
+    """The last operation on a sum: divide it by `divisor` or take its square root, then round to
     `precision` bits and to multiples of 2^quantum."""
 
     divisor: int

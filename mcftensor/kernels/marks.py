@@ -1,7 +1,7 @@
-"""Marks: a bit for each element of a watched tensor, set where another pattern is stored there.
+"""Marks: a bit for each element of a watched tensor, set when a kernel changes the element.
 
-Kernels find what is watched by the addresses that they write to. They compare the old pattern with
-the new one while both are at hand, and so who watches needs no copy of what was there before.
+Kernels look up the addresses that they write to among the watched tensors. They compare the old
+pattern with the new one as they store it, so no copy of the old values is needed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ALIGNED = 64
 
 
 class Marks:
-    """Which elements of a contiguous tensor have got another pattern since they were `cleared`.
+    """The elements of a contiguous tensor whose bits have changed since the last `clear`.
 
     Attributes:
-        bits: on the device of the tensor, that of element i in byte i // 8, at 2^(i % 8).
-        is_blind: whether somebody may have written who does not mark.
+        bits: the marks, on the device of the tensor; element i has bit i % 8 of byte i // 8.
+        is_blind: whether the tensor may have been written to without marks.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -36,39 +36,39 @@ class Marks:
         self.is_blind = False
 
     def clear(self, x: Tensor) -> None:
-        """Forget all marks; x is the tensor."""
+        """Clear all marks of the tensor x."""
         self.bits.zero_()
         self._version, self.is_blind = x._version, False
 
     def look(self, x: Tensor) -> None:
-        """Find out whether PyTorch's own operations have written to the tensor."""
+        """Set `is_blind` if an operation of PyTorch has written to the tensor."""
         self.is_blind |= x._version != self._version
 
     def compare(self, x: Tensor, new: Tensor, start: int) -> None:
-        """Mark where what is stored next differs from x, whose first element is that of a place."""
+        """Mark the elements of x, a part that begins at `start`, that `new` will change."""
         self.look(x)
         packed = packed_bits(changed_elements(x, new.to(x.device, x.dtype)))
         self.bits[start // 8 : start // 8 + len(packed)] |= packed
 
     def stored(self, x: Tensor) -> None:
-        """What was compared is stored, and counted by PyTorch."""
+        """Accept the write that `compare` has marked, which PyTorch has counted."""
         self._version = x._version
 
 
 def bits_for(x: Tensor) -> Tensor:
-    """No marks, for all elements of a tensor."""
+    """Return cleared marks for all elements of a tensor."""
     size = -(-x.numel() // _ALIGNED) * _ALIGNED // 8
     return torch.zeros(size, dtype=torch.uint8, device=x.device)
 
 
 def changed_elements(x: Tensor, y: Tensor) -> Tensor:
-    """Where two tensors of one dtype have other patterns, flat."""
+    """Return a flat mask of the elements that differ in their bits, of tensors of one dtype."""
     pattern = PATTERNS[x.element_size()]
     return (x.view(pattern) != y.view(pattern)).reshape(-1)
 
 
 def packed_bits(changed: Tensor) -> Tensor:
-    """Truth values as bits, the first one the lowest of the first byte.
+    """Return a mask as bits, the first element in the lowest bit of the first byte.
 
     Shapes: (n,) to (ceil(n / 8),).
     """
@@ -87,14 +87,14 @@ def unpacked_bits(packed: Tensor) -> Tensor:
 
 
 class Mark(NamedTuple):
-    """Where a tensor that is written to begins in one that is watched."""
+    """The position of a written tensor within a watched one."""
 
     marks: Marks
     start: int
 
     @property
     def address(self) -> int:
-        """That of its first mark."""
+        """The address of the first mark."""
         return self.marks.bits.data_ptr() + self.start // 8
 
 
@@ -104,10 +104,10 @@ watched_addresses: list[int] = []
 
 
 def watch(x: Tensor) -> Marks:
-    """Have kernels mark what they change in a contiguous tensor, while anybody has the marks.
+    """Have kernels mark their changes of a contiguous tensor, as long as the marks exist.
 
     Raises:
-        RuntimeError: it is watched already.
+        RuntimeError: the tensor is watched already.
     """
     marks = Marks(x)
     if _at(marks.address) is not None:
@@ -119,7 +119,7 @@ def watch(x: Tensor) -> Marks:
 
 
 def _at(address: int) -> Marks | None:
-    """What is watched there."""
+    """Return the marks of the watched tensor that contains an address, or None."""
     i = bisect_right(watched_addresses, address)
     marks = _watched.get(watched_addresses[i - 1]) if i else None
     inside = marks is not None and address < marks.address + marks.width * marks.length
@@ -127,7 +127,7 @@ def _at(address: int) -> Marks | None:
 
 
 def marks_of(width: int, lengths: Sequence[int], addresses: Sequence[int]) -> list[Mark | None]:
-    """Where tensors of elements of so many bytes, of these lengths and addresses, are watched."""
+    """Return the marks of tensors by their lengths and addresses; `width` is bytes an element."""
     if not _watched:
         watched_addresses.clear()
         return [None] * len(lengths)
@@ -139,7 +139,7 @@ def _mark(width: int, length: int, address: int) -> Mark | None:
     for i in range(bisect_right(watched_addresses, address), len(watched_addresses)):
         if watched_addresses[i] >= end:
             break
-        inner = _watched.get(watched_addresses[i])  # a part of what is written to
+        inner = _watched.get(watched_addresses[i])  # a part of the written tensor
         if inner is not None:
             inner.is_blind = True
     if found is None:
@@ -152,13 +152,13 @@ def _mark(width: int, length: int, address: int) -> Mark | None:
 
 
 def of_column(column: Sequence[Tensor]) -> list[Mark | None]:
-    """Where tensors of one dtype are watched."""
+    """Return the marks of tensors of one dtype."""
     lengths, addresses = [x.numel() for x in column], [x.data_ptr() for x in column]
     return marks_of(column[0].element_size(), lengths, addresses)
 
 
 def unseen(x: Tensor) -> None:
-    """Somebody is about to write to a tensor who does not mark."""
+    """Note that a write to a tensor will leave no marks."""
     if watched_addresses and is_bare([x]):
         for mark in of_column([x]):
             if mark is not None:
@@ -168,7 +168,7 @@ def unseen(x: Tensor) -> None:
 def store_marked(
     targets: Sequence[Tensor], new: Sequence[Tensor], marks: Sequence[Mark | None]
 ) -> None:
-    """Mark what changes in tensors, and store it there."""
+    """Mark the changes of tensors, and copy the new values to them."""
     pairs = [(x, y, m) for x, y, m in zip(targets, new, marks, strict=True) if m is not None]
     for x, y, mark in pairs:
         if x.is_contiguous():

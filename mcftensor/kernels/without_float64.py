@@ -105,7 +105,7 @@ PAIR = "fp32x2"
 
 
 _BITS, _SMALLEST_EXPONENT, _OVERFLOW = 24, -125, 2.0**128
-"""Of float32, with exponents as those of `math.frexp`."""
+"""The limits of float32, with exponents in the convention of `math.frexp`."""
 
 
 def _nearest(x: float) -> float:

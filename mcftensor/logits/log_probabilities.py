@@ -19,7 +19,7 @@ from mcftensor.sums.sum_operators import exact_reduction
 from mcftensor.tensor.tensor import MCFTensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Of logits and of results."""
+"""The dtypes of logits and of results."""
 
 
 def logsumexp(

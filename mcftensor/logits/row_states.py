@@ -1,4 +1,4 @@
-"""What the rows of logits have in common with all of their elements: the largest, and a sum."""
+"""The state of a row of logits: the largest logit, and a sum of exponentials."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcftensor.logits.vocabularies import Vocabulary
 
 
 class RowState(NamedTuple):
-    """Of rows of logits, in float64.
+    """The states of rows of logits, in float64.
 
     Attributes:
         most: the largest logit.

@@ -1,4 +1,4 @@
-"""What one logit contributes to sums of exponentials, to log-probabilities and to gradients.
+"""The contribution of one logit to sums of exponentials, to log-probabilities and to gradients.
 
 Every function is a chain of additions and multiplications in float64, each rounded to nearest, and
 of integer operations. So the bits of a result depend on the values of its element and its row
@@ -53,7 +53,7 @@ _POWERS = (
     1.325964524488711e-06,
     1.0205905413765595e-07,
 )
-"""Of f in the polynomial of 2^f."""
+"""The coefficients of the polynomial of 2^f."""
 
 _SHIFTER = 1.5 * 2.0**52  # added to a number below 2^51, it leaves an integer
 _SHIFTER_BITS = 0x4338 << 48
@@ -100,7 +100,7 @@ def natural_logarithm(x: Tensor) -> Tensor:
 
 
 def _log_probability(x: Tensor, most: Tensor, log_sum: Tensor) -> Tensor:
-    """Of a logit, in a row with this largest logit and logarithm of the sum of e^(x - most)."""
+    """Return the log-probability of a logit; `log_sum` is the log of the sum of e^(x - most)."""
     return (x.to(torch.float64) - most) - log_sum
 
 

@@ -28,17 +28,17 @@ class Vocabulary(NamedTuple):
     group: dist.ProcessGroup | None
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of integers over the processes, in place."""
+        """Sum integers over the processes, in place, and return them."""
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
         return x
 
     def part(self, x: Tensor, size: int) -> Tensor:
-        """The elements of a vector of all classes whose logits this process has."""
+        """Return the part of a vector of all classes that belongs to this process."""
         return x if self.group is None else x[self.first : self.first + size]
 
     def owned(self, index: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
-        """Indices among the logits of this process, and a mask of those that it has.
+        """Return local indices, and a mask of the indices that belong to this process.
 
         The mask is None if this process has all classes.
         """
@@ -48,7 +48,7 @@ class Vocabulary(NamedTuple):
         return own.clamp(0, max(size - 1, 0)), (own >= 0) & (own < size)
 
     def picked(self, x: Tensor, index: Tensor) -> Tensor:
-        """The logits at indices of the last dimension, in float64."""
+        """Return the logits at indices of the last dimension, in float64."""
         own, is_own = self.owned(index, x.shape[-1])
         if is_own is None:
             return x.gather(-1, own).double()

@@ -145,7 +145,7 @@ class Decoded:
         return [x for x in found if x is not None] if all(found) else []
 
     def marks(self, stage: Stage, rows: Rows) -> dict[int, list[Mark | None]]:
-        """Of what a stage writes, the marks of those columns that are watched."""
+        """Return the marks of the watched columns that a stage writes."""
         if not marks.watched_addresses:
             return {}
         addresses: list[list[int]] = []

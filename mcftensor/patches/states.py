@@ -22,7 +22,7 @@ from mcftensor.patches.table import by_name, calls, patch
 from mcftensor.tensor.components import format_of
 
 FORMATS = "mcftensor_formats"
-"""Where a state dict says in which formats parameters were, by their numbers."""
+"""The key of a state dict for the formats of parameters, by their numbers."""
 
 
 class _Thread(threading.local):

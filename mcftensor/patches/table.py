@@ -37,11 +37,11 @@ class Patch:
     """One name of torch, or of a package around it, and its replacement."""
 
     name: str
-    """What is changed: a module or class, and an attribute of it or of its objects."""
+    """The patched attribute, as a module or class and a name."""
     why: str
-    """Who needs the change."""
+    """The caller that needs the patch."""
     loss: str
-    """What users lose without it, in a sentence."""
+    """The loss of users without the patch, in a sentence."""
     when: str = FIRST
     """What installs it: the first expansion of the process; an import, of a module that may come
     later than that; or a call, which may also make the change to its arguments alone."""
@@ -151,7 +151,7 @@ class _Calls:
     """The functions that changes call; folders imported later set them."""
 
     before_loading: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
-    """What a module loads in place of a state dict that it is given."""
+    """Return the state dict that a module loads in place of the given one."""
     after_loading: Callable[[Any, Mapping[str, Any], str], None]
     """Told of each module with plain tensors that has loaded a state dict, without its children,
     and of the prefix of its names there."""

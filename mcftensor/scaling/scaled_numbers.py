@@ -29,7 +29,7 @@ from mcftensor.scaling.scaled_format import FP8, ScaledFormat
 from mcftensor.tensor.tensor import MCFTensor
 
 Placing: TypeAlias = Literal["by rule", "to fit", "by size", "high"]
-"""How the exponent of a result is chosen.
+"""The choice of the exponent of a result.
 
 - `"by rule"`: before the numbers are known; only 8-bit data is placed by its size.
 - `"to fit"`: by rule, but higher if the largest number would not fit.

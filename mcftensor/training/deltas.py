@@ -22,7 +22,7 @@ from mcftensor.tensor.tensor import MCFTensor
 
 
 class Deltas:
-    """What `deltas` returns; see there.
+    """Record the changes of parameters between deltas; created by `deltas`.
 
     Attributes:
         number: how many deltas were taken.
@@ -115,7 +115,7 @@ def deltas(
 
     Args:
         optimizer: any optimizer, fused, foreach or for-loop. Under `fully_shard` each rank takes
-            the delta of its shards, and the server applies those of all ranks.
+            the delta of its shards, and the server applies the deltas of all ranks.
         names: names of parameters, as `model.named_parameters()` gives them, or the model. By
             default those that the optimizer was made with.
         anchor_every: every so many deltas one has all parameters whole, the first included.
@@ -147,7 +147,7 @@ def deltas(
 
 
 class _Known:
-    """What is known of a parameter as it was when it was last taken.
+    """The state of a parameter at the last delta.
 
     Where kernels write leading terms as they are, these mark. In a step that may write more than
     once, and for other formats, the parameter is compared before and after it.
@@ -195,7 +195,7 @@ class _Known:
     def taken(
         self, name: str, p: Tensor, anchor: bool
     ) -> tuple[DeltaEntry, Tensor | None, Tensor | None]:
-        """What a delta says of it, and has of it; from now on it is known as it is."""
+        """Return the entry of the parameter in a delta and its data; the next delta starts here."""
         _require_rows(name, p)
         x, marks = served(p).view(-1), self.marks
         after = digest_of(x)

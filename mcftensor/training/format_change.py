@@ -199,7 +199,7 @@ def prepare(
 
 
 class TrainingConversion:
-    """What becomes of a model and of the states of its optimizer, before it does.
+    """A planned change of the formats of a model and of the states of its optimizer.
 
     Raises what `change_format` does, and changes nothing.
     """

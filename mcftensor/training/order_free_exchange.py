@@ -25,7 +25,7 @@ ALIGNMENT = 64
 """Bytes: where received tensors begin in memory."""
 
 IDENTITY = -0.0
-"""What changes no sum, not even that of negative zeros."""
+"""The neutral element of sums, also of negative zeros."""
 
 # Its name from torch 2.13 on, and the one before.
 all_gather: Callable[..., Any] = getattr(

@@ -29,7 +29,7 @@ from mcftensor.tensor.tensor import MCFTensor
 _WIDEST = (torch.float64, torch.complex128)
 
 Conversion = Callable[[Tensor, Tensor, str], Tensor]
-"""What becomes of a tensor, the parameter that it belongs to, and the tensor's name."""
+"""A conversion of a tensor, given the parameter that it belongs to and the name of the tensor."""
 
 # Bound to the instance, or to its parameters; a copy gets its own.
 _BOUND = ("step", "state", "param_groups", "_collage", "__deepcopy__", "__reduce_ex__")

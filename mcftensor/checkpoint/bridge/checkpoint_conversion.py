@@ -38,7 +38,7 @@ class Conversion:
     """The result of `convert_checkpoint`."""
 
     layout: str
-    """Of the source."""
+    """The layout of the source."""
     format: str
     weights: int
     """Tensors that a model has."""

@@ -163,7 +163,7 @@ _CLASSES = {
     "torch": ("Size", *(str(dtype).removeprefix("torch.") for dtype in DTYPES)),
     "collections": ("OrderedDict",),
 }
-"""What `.metadata` is made of."""
+"""The classes and functions that `.metadata` may name."""
 
 
 class _Unpickler(pickle.Unpickler):

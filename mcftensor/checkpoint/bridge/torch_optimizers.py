@@ -44,7 +44,7 @@ from mcftensor.checkpoint.safetensors_files import sealed, unsealed
 from mcftensor.checkpoint.state_dicts import ties
 
 BESIDE = ("optimizer.safetensors", "optimizer.pt", "optimizer.bin")
-"""What the states of an optimizer are called in a folder of weights."""
+"""The possible names of the file of optimizer states in a folder of weights."""
 
 _METADATA = "optimizer"
 _PREFIX = "state."

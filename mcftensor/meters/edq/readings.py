@@ -56,7 +56,7 @@ class Reading(TypedDict):
     ratio: float | None
     """EDQ/‖Δ‖; 1.0 when nothing is lost."""
     lost: float | None
-    """Of the elements that were to move, the share that did not."""
+    """The share of elements that did not move, among those with a nonzero update."""
     ratio_leading: float | None
     """The ratio with the movement of leading terms alone."""
     lost_leading: float | None
@@ -82,9 +82,9 @@ class StateReading(TypedDict):
     """⟨Δ, Δ̂⟩/‖Δ‖² of the intended change and of that which the state made; 1.0 when nothing is
     lost."""
     lost: float | None
-    """Of the elements that were to change, the share that did not."""
+    """The share of elements that did not change, among those with a nonzero change."""
     zero: float | None
-    """Of a second moment: the share of zeros among elements whose first moment is not zero."""
+    """For a second moment, the share of zeros among elements with a nonzero first moment."""
     saturated: int
     """Blocks of elements with one scale of which a number is too large for the format, or is not
     finite. 0 in formats without such blocks."""
