@@ -26,7 +26,13 @@ from mcftensor.kernels.columns import (
 from mcftensor.kernels.cpp import GRAIN
 from mcftensor.kernels.marks import Mark
 from mcftensor.kernels.program import Body, Program, Signature, record
-from mcftensor.kernels.without_float64 import CONTEXTS, Pieces, has_float64, pieces, without_float64
+from mcftensor.kernels.without_float64 import (
+    CONTEXTS,
+    Pieces,
+    has_float64,
+    pieces,
+    run_without_float64,
+)
 
 # The number of elements that a call on one set of tensors counts as, by its time in Python.
 OF_A_CALL = 1 << 12
@@ -226,9 +232,7 @@ def run(body: Body, columns: Columns) -> None:
     the same object at every call.
     """
     if _lacks_float64(columns.outputs[0][0].device):
-        body, columns = _in_pieces(body, columns)
-        with without_float64():
-            _run(body, columns)
+        run_without_float64(partial(_run, *_in_pieces(body, columns)))
         return
     _run(body, columns)
 

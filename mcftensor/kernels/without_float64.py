@@ -6,10 +6,13 @@ import contextlib
 import functools
 import math
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+R = TypeVar("R")
 
 
 class _Contexts(threading.local):
@@ -50,6 +53,17 @@ class without_float64(contextlib.ContextDecorator):
 
     def __exit__(self, *args: Any) -> None:
         CONTEXTS.depth -= 1
+
+
+# A function, because a KeyboardInterrupt may cut the end of a context manager.
+def run_without_float64(function: Callable[[], R]) -> R:
+    """Call a function in the context `without_float64`."""
+    depth = CONTEXTS.depth
+    try:
+        CONTEXTS.depth = depth + 1
+        return function()
+    finally:
+        CONTEXTS.depth = depth
 
 
 def has_float64(device: torch.device | None = None) -> bool:

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 
 import mcftensor as mcf
 from mcftensor.formats.format import _REGISTRY
+from mcftensor.kernels.without_float64 import CONTEXTS
 from mcftensor.patches.table import TABLE
 from mcftensor.tensor import implicit_rounding, step_context
 
@@ -178,6 +179,9 @@ KEPT = {
     "function transforms": Kept(lambda: torch._C._functorch.peek_interpreter_stack() is None),
     "the step of this thread": Kept(
         step_context.current_step, lambda step: setattr(step_context._thread, "step", step)
+    ),
+    "contexts without float64": Kept(
+        lambda: CONTEXTS.depth, lambda depth: setattr(CONTEXTS, "depth", depth)
     ),
     "the default dtype": Kept(torch.get_default_dtype, torch.set_default_dtype),
     "the default device": Kept(torch.get_default_device),
