@@ -124,8 +124,8 @@ def to_decimal(x: Tensor, digits: int | None = None) -> Any:
 
     Args:
         x: an expansion, or a plain floating tensor.
-        digits: the number of significant digits; by default enough to distinguish numbers of the
-            format.
+        digits: the number of significant digits; by default enough for the bits of the format, 33
+            for `fp64x2`. A number with terms far apart has more bits; `to_fraction` is exact.
 
     Returns:
         A `decimal.Decimal` for a 0-d tensor, else nested lists of them.
