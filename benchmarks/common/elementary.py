@@ -149,6 +149,14 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "tanhshrink": (F.tanhshrink, lambda x: x - mp.tanh(x), [(-30, -3), (-3, 3), (3, 60)], (1, -1)),
     "mish": (F.mish, lambda x: x * mp.tanh(mp.log1p(mp.exp(x))), [*ALL], (1, -1)),
+    "sinpi": (mcf.functional.sinpi, mp.sinpi, [(-60, -3), (-3, 3), (3, 60)], (1, -1)),
+    "cospi": (mcf.functional.cospi, mp.cospi, [(-60, -3), (-3, 3), (3, 60)], (1, -1)),
+    "cbrt": (
+        mcf.functional.cbrt,
+        lambda x: mp.sign(x) * mp.cbrt(abs(x)),
+        [(-60, 60), (-1, 3), (60, TOP)],
+        (1, -1),
+    ),
     "softplus": (F.softplus, lambda x: mp.log1p(mp.exp(x)), [(-60, -3), (-3, 4)], (1, -1)),
 }
 

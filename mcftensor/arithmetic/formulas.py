@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from mcftensor.arithmetic import (
     angles,
+    cube_root,
     error_function,
     exponentials,
     gamma_function,
@@ -59,11 +60,14 @@ _FUNCTIONS: dict[str, Callable[..., networks.Terms]] = {
     "sin": trigonometry.sin,
     "cos": trigonometry.cos,
     "tan": trigonometry.tan,
+    "sinpi": trigonometry.sin_of_pi,
+    "cospi": trigonometry.cos_of_pi,
     "asin": angles.asin,
     "acos": angles.acos,
     "atan": angles.atan,
     "atan2": angles.atan2,
     "hypot": angles.hypot,
+    "cbrt": cube_root.cube_root,
     "erf": error_function.erf,
     "erfc": error_function.erfc,
     "ndtr": error_function.ndtr,

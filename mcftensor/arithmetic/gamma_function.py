@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import exact_constants as exact
-from mcftensor.arithmetic import logarithms, networks, trigonometry
+from mcftensor.arithmetic import logarithms, networks
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.exponentials import bits_of, one
 from mcftensor.arithmetic.guarded import (
@@ -37,6 +37,7 @@ from mcftensor.arithmetic.guarded import (
     times,
     where,
 )
+from mcftensor.arithmetic.trigonometry import from_multiple, turn
 
 _LOG2_Z = -3
 """log2 of the distance from a zero within which the Taylor series is used."""
@@ -126,32 +127,10 @@ def _reflected(x: Terms, terms: int) -> tuple[Terms, Tensor, Terms, Tensor]:
     is_finite = torch.isfinite(leading)
     x = where(is_finite, x, one(leading))
     is_below = x[0] < 0.5
-    parts = [_from_whole(term) for term in x]
+    parts = [from_multiple(term) for term in x]
     distance = gathered(parts, m)
-    distance = gathered([_from_whole(distance[0]), *distance[1:]], m)
+    distance = gathered([from_multiple(distance[0]), *distance[1:]], m)
     return where(is_below, sub(one(leading), x, m), x), is_below, distance, is_finite
-
-
-def _from_whole(x: Tensor) -> Tensor:
-    """x minus the nearest integer."""
-    least = 2.0 ** (precision_of(x) - 1)
-    size = x.abs()
-    rest = torch.where(size >= least, 0.0, size - ((size + least) - least))
-    return torch.where(x < 0, -rest, rest)
-
-
-def _turn(distance: Terms, terms: int) -> tuple[Terms, Terms]:
-    """The sine and cosine of pi times a nonzero distance of at most 1/2."""
-    m = terms + 1
-    like = distance[0]
-    is_negative = like < 0
-    size = where(is_negative, neg(distance), distance)
-    is_far = size[0] > 0.25
-    size = where(is_far, sub(constants(Fraction(1, 2), 1, like), size, m), size)
-    angle = mul(size, constants(exact.pi(bits_of(like, terms)), m, like), m)
-    sine = trigonometry.of_remainder(angle, is_far, terms)
-    cosine = trigonometry.of_remainder(angle, ~is_far, terms)
-    return where(is_negative, neg(sine), sine), cosine
 
 
 def lgamma(x: Terms) -> Terms:
@@ -192,7 +171,7 @@ def lgamma(x: Terms) -> Terms:
     # below 1/2
     is_pole = distance[0] == 0
     is_mirrored = is_below & ~is_pole & ~is_small
-    sine, _ = _turn(where(is_mirrored, distance, constants(Fraction(1, 4), 1, leading)), terms)
+    sine, _ = turn(where(is_mirrored, distance, constants(Fraction(1, 4), 1, leading)), terms)
     mirrored = sub(sub(constants(log_pi, m, leading), logarithms.of_size(sine, terms), m), value, m)
     small = sub(value, logarithms.of_size(x, terms), m)
     value = where(is_small, small, where(is_below, mirrored, value))
@@ -230,7 +209,7 @@ def digamma(x: Terms) -> Terms:
     is_pole = distance[0] == 0
     tiny = leading.abs() < 2.0 ** -(terms * precision_of(leading) + 6)
     safe = where(is_below & ~is_pole & ~tiny, distance, constants(Fraction(1, 4), 1, leading))
-    sine, cosine = _turn(safe, terms)
+    sine, cosine = turn(safe, terms)
     pi = constants(exact.pi(bits_of(leading, terms)), m, leading)
     value = where(is_below, sub(value, mul(div(cosine, sine, m), pi, m), m), value)
     inverse = _inverse(where(leading == 0, one(leading), x), m)
@@ -255,7 +234,7 @@ def trigamma(x: Terms) -> Terms:
     is_pole = distance[0] == 0
     tiny = leading.abs() < 2.0 ** -(m * precision_of(leading) // 2)
     safe = where(is_below & ~is_pole & ~tiny, distance, constants(Fraction(1, 4), 1, leading))
-    sine, _ = _turn(safe, terms)
+    sine, _ = turn(safe, terms)
     quotient = div(constants(exact.pi(bits_of(leading, terms)), m, leading), sine, m)
     value = where(is_below, sub(mul(quotient, quotient, m), value, m), value)
     inverse = _inverse(where(leading == 0, one(leading), x), m)

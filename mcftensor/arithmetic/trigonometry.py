@@ -1,4 +1,7 @@
-"""Sine, cosine and tangent on guarded expansions, by power series of the remainder."""
+"""Sine, cosine and tangent on guarded expansions, by power series of the remainder.
+
+The remainder of pi x is pi times that of x, which is exact.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,22 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.exponentials import one
+from mcftensor.arithmetic import exact_constants as exact
+from mcftensor.arithmetic.exponentials import bits_of, one
 from mcftensor.arithmetic.guarded import (
     SPARE,
     Terms,
+    constants,
     div,
     finish,
+    gathered,
     mul,
     neg,
     polynomial,
     precision_of,
     series,
+    size_of,
+    sub,
     where,
 )
 from mcftensor.arithmetic.large_arguments import without_quarters
@@ -44,6 +52,28 @@ def of_remainder(r: Terms, is_cosine: Tensor, terms: int) -> Terms:
     sine = [_coefficient(1)(k) for k in range(len(cosine))]
     value = polynomial(mul(r, r, m), sine, _LOG2_R2, terms, cosine, is_cosine)
     return mul(value, where(is_cosine, one(r[0]), r), m)
+
+
+def from_multiple(x: Tensor, unit: float = 1.0) -> Tensor:
+    """x minus the nearest multiple of a power of two."""
+    least = unit * 2.0 ** (precision_of(x) - 1)
+    size = x.abs()
+    rest = torch.where(size >= least, 0.0, size - ((size + least) - least))
+    return torch.where(x < 0, -rest, rest)
+
+
+def turn(distance: Terms, terms: int) -> tuple[Terms, Terms]:
+    """The sine and cosine of pi times a distance of at most 1/2."""
+    m = terms + 1
+    like = distance[0]
+    is_negative = like < 0
+    size = where(is_negative, neg(distance), distance)
+    is_far = size[0] > 0.25
+    size = where(is_far, sub(constants(Fraction(1, 2), 1, like), size, m), size)
+    angle = mul(size, constants(exact.pi(bits_of(like, terms)), m, like), m)
+    sine = of_remainder(angle, is_far, terms)
+    cosine = of_remainder(angle, ~is_far, terms)
+    return where(is_negative, neg(sine), sine), cosine
 
 
 def _special(x: Tensor, value: Tensor) -> Tensor:
@@ -80,3 +110,32 @@ def tan(x: Terms) -> Terms:
     value = where(is_odd, neg(value), value)
     plain = torch.where(x[0] == 0, x[0], _special(x[0], value[0]))
     return finish(value, terms, plain)
+
+
+def _half_turns(x: Terms) -> tuple[Terms, Terms]:
+    """The sine and cosine of pi |x|."""
+    terms, leading = len(x), x[0]
+    m = terms + 1
+    size = size_of(tuple(torch.where(torch.isfinite(leading), t, 0.0) for t in x))
+    rest = gathered([from_multiple(term, 2.0) for term in size], m)
+    rest = gathered([from_multiple(rest[0], 2.0), *rest[1:]], m)
+    is_negative = rest[0] < 0
+    rest = size_of(rest)
+    is_far = rest[0] > 0.5
+    sine, cosine = turn(where(is_far, sub(one(leading), rest, m), rest), terms)
+    return where(is_negative, neg(sine), sine), where(is_far, neg(cosine), cosine)
+
+
+def sin_of_pi(x: Terms) -> Terms:
+    """The sine of pi x; a zero has the sign of x."""
+    leading = x[0]
+    sine, _ = _half_turns(x)
+    sine = where(torch.signbit(leading), neg(sine), sine)
+    plain = torch.where(sine[0] == 0, torch.copysign(sine[0], leading), sine[0])
+    return finish(sine, len(x), _special(leading, plain))
+
+
+def cos_of_pi(x: Terms) -> Terms:
+    """The cosine of pi x; a zero is +0."""
+    _, cosine = _half_turns(x)
+    return finish(cosine, len(x), _special(x[0], torch.where(cosine[0] == 0, 0.0, cosine[0])))

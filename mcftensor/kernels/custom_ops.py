@@ -19,7 +19,7 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_LIBRARY = torch.library.Library("mcftensor", "DEF")
+LIBRARY = torch.library.Library("mcftensor", "DEF")
 
 DEFINITIONS: dict[str, Callable[..., Any]] = {}
 """The plain Python function of each operator."""
@@ -47,10 +47,10 @@ def opaque(
         name = function.__name__
         DEFINITIONS[name] = function
         signature = schema or torch.library.infer_schema(function, mutates_args=())
-        _LIBRARY.define(name + signature, tags=tags)
+        LIBRARY.define(name + signature, tags=tags)
         kernel = function if lays_out else laid_out(function, *[_first] if of_one else [])
-        _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"mcftensor::{name}", fake, lib=_LIBRARY)
+        LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mcftensor::{name}", fake, lib=LIBRARY)
         operator = getattr(torch.ops.mcftensor, name).default
 
         @functools.wraps(function)

@@ -266,6 +266,102 @@ def test_the_published_errors_and_times_are_within_bounds():
             assert entry["time"]["ratio"] <= 60
 
 
+# ------------------------------------------------------------------- functions that PyTorch lacks
+
+LACKING = {
+    "sinpi": (mcf.functional.sinpi, mp.sinpi),
+    "cospi": (mcf.functional.cospi, mp.cospi),
+    "cbrt": (mcf.functional.cbrt, lambda x: mp.sign(x) * mp.cbrt(abs(x))),
+}
+lacking = pytest.mark.parametrize(("function", "exact"), LACKING.values(), ids=LACKING)
+
+
+@lacking
+@pytest.mark.parametrize(
+    "kind",
+    [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2, mcf.bf16i16, torch.bfloat16, torch.float32],
+    ids=str,
+)
+def test_functions_that_torch_lacks(function, exact, kind):
+    x = torch.cat([torch.linspace(-9, 9, 60), torch.tensor([2.0**-20, 300.5, 1e4])]).to(kind)
+    found = function(x)
+    if kind is mcf.bf16i16:  # its numbers are float32
+        kind = torch.float32
+        assert found.dtype == kind
+    else:
+        assert getattr(found, "format", found.dtype) == kind
+    u = Fraction(2) ** -(kind.precision if isinstance(kind, mcf.Format) else digits(kind))
+    for at, y in zip(mcf.exact.to_fraction(x), mcf.exact.to_fraction(found), strict=True):
+        expected = exact(mp.mpf(at.numerator) / at.denominator)
+        distance = abs(mp.mpf(y.numerator) / y.denominator - expected)
+        # A tail of fp16x2 has no bits below 2^-24.
+        assert distance <= 1.01 * mp.mpf(u.numerator) / u.denominator * abs(expected) + least(kind)
+
+
+def digits(dtype):
+    return 1 - round(math.log2(torch.finfo(dtype).eps))
+
+
+def least(kind):
+    return 2.0**-25 if kind is mcf.fp16x2 else 0
+
+
+@by_format
+def test_special_values_that_torch_lacks(format):
+    inf, nan = math.inf, math.nan
+    x = [0.0, -0.0, 1.0, -1.0, 2.5, -0.5, 2.0**60, -(2.0**60), inf, -inf, nan, 8.0, -27.0]
+    expected = {
+        "sinpi": [0.0, -0.0, 0.0, -0.0, 1.0, -1.0, 0.0, -0.0, nan, nan, nan, 0.0, -0.0],
+        "cospi": [1.0, 1.0, -1.0, -1.0, 0.0, 0.0, 1.0, 1.0, nan, nan, nan, 1.0, -1.0],
+        "cbrt": [0.0, -0.0, 1.0, -1.0, None, None, 2.0**20, -(2.0**20), inf, -inf, nan, 2.0, -3.0],
+    }
+    for name, (function, _) in LACKING.items():
+        found = function(mcf.as_expansion(torch.tensor(x, dtype=format.dtype), format))
+        assert (found.components[1][~found.isfinite()] == 0).all()
+        for y, tail, z in zip(
+            *(t.tolist() for t in found.components[:2]), expected[name], strict=True
+        ):
+            if z is not None:
+                assert repr(y) == repr(z)
+                assert tail == 0
+    tiny = torch.finfo(format.dtype).smallest_normal / 2.0 ** (format.base_precision - 1)
+    (root,) = numbers(
+        mcf.functional.cbrt(mcf.as_expansion(torch.tensor([tiny], dtype=format.dtype), format))
+    )
+    assert error(root, mp.cbrt(mp.mpf(tiny)), format) <= bound(format)
+
+
+def test_what_torch_lacks_of_parameters_and_others():
+    p = torch.nn.Parameter(mcf.as_expansion(torch.tensor([0.3, 5.0]), mcf.bf16x2))
+    found = mcf.functional.sinpi(p)
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, mcf.functional.sinpi(p.components[0]))
+    found.sum().backward()
+    expected = math.pi * torch.cos(math.pi * p.components[0].float())
+    torch.testing.assert_close(p.grad.float(), expected, rtol=2**-7, atol=0)
+    x = torch.tensor([0.25, 8.0], requires_grad=True)
+    mcf.functional.cbrt(x).sum().backward()
+    torch.testing.assert_close(x.grad, (x.detach() ** (-2 / 3)) / 3)
+    assert torch.autograd.gradcheck(
+        mcf.functional.sinpi, torch.tensor([0.3, 5.0], dtype=torch.float64, requires_grad=True)
+    )
+    y = sample(mcf.fp64x2, 6).view(2, 3)
+    assert_same_terms(torch.func.vmap(mcf.functional.cospi)(y), mcf.functional.cospi(y))
+    for wrong in (torch.tensor([1]), torch.tensor([1j]), 1.0):
+        with pytest.raises(TypeError, match=r"cbrt: got .*; give an expansion or a real floating"):
+            mcf.functional.cbrt(wrong)
+
+
+@pytest.mark.parametrize("kind", [mcf.fp64x2, mcf.bf16x2], ids=str)
+def test_what_torch_lacks_compiled(kind):
+    def function(x):
+        return mcf.functional.sinpi(x) * mcf.functional.cbrt(x)
+
+    x = torch.linspace(-3, 3, 7, dtype=torch.float64).to(kind)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert_same_terms(compiled(x), function(x))
+
+
 # ------------------------------------------------------------------- functions composed of others
 
 COMPOSED = {
