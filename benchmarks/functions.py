@@ -33,6 +33,7 @@ OF_FLOAT64: dict[str, Callable[..., Any]] = {
     "sinpi": lambda x: torch.sin(math.pi * x),
     "cospi": lambda x: torch.cos(math.pi * x),
     "cbrt": lambda x: x.pow(1 / 3),
+    "gamma": lambda x: x.lgamma().exp(),
 }
 """PyTorch's own, of functions that it lacks."""
 

@@ -17,6 +17,7 @@ __all__ = [
     "cospi",
     "cross_entropy",
     "fma",
+    "gamma",
     "kl_div",
     "log_softmax",
     "logsumexp",
@@ -132,3 +133,18 @@ def cbrt(x: Tensor) -> Tensor:
         MCFTensor([-3.0000,  1.2599], format=fp32x2)
     """
     return own_functions.cbrt(_real("cbrt", x))
+
+
+def gamma(x: Tensor) -> Tensor:
+    """Return the gamma function, element by element.
+
+    Arguments, result, error and exceptions are those of `sinpi`. *Special values*: infinity of its
+    sign at a zero, NaN at negative integers and at -infinity (C23, Annex F).
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> x = mcf.as_expansion(torch.tensor([5.0, 0.5]), mcf.fp32x2)
+        >>> mcf.functional.gamma(x)
+        MCFTensor([24.0000,  1.7725], format=fp32x2)
+    """
+    return own_functions.gamma(_real("gamma", x))

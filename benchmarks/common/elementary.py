@@ -134,6 +134,7 @@ FUNCTIONS: dict[str, Function] = {
         [(-60, -3), (-3, 2)],
         (1, -1),
     ),
+    "gamma": (mcf.functional.gamma, mp.gamma, [(-60, -3), (-3, 1), (1, 5.1)], (1, -1)),
     "lgamma": (torch.lgamma, mp.loggamma, [(-60, -3), (-0.01, 0.01), (-1, 6), (6, 60)], POSITIVE),
     "digamma": (
         torch.digamma,

@@ -1,4 +1,4 @@
-"""The logarithm of the gamma function and its first two derivatives, on guarded expansions.
+"""The gamma function, its logarithm, and two derivatives of that, on guarded expansions.
 
 Arguments below 1/2 are reflected. Other arguments are shifted by the recurrence until Stirling's
 series has all bits. The logarithm of the product P = x (x + 1) (x + 2) ... is then subtracted.
@@ -9,13 +9,14 @@ positive zero of its derivative. Near zeros below 0 the error is relative to the
 from __future__ import annotations
 
 import functools
+import math
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import exact_constants as exact
-from mcftensor.arithmetic import logarithms, networks
+from mcftensor.arithmetic import exponentials, logarithms, networks
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.exponentials import bits_of, one
 from mcftensor.arithmetic.guarded import (
@@ -37,7 +38,7 @@ from mcftensor.arithmetic.guarded import (
     times,
     where,
 )
-from mcftensor.arithmetic.trigonometry import from_multiple, turn
+from mcftensor.arithmetic.trigonometry import from_multiple, half_turns, turn
 
 _LOG2_Z = -3
 """log2 of the distance from a zero within which the Taylor series is used."""
@@ -133,27 +134,23 @@ def _reflected(x: Terms, terms: int) -> tuple[Terms, Tensor, Terms, Tensor]:
     return where(is_below, sub(one(leading), x, m), x), is_below, distance, is_finite
 
 
-def lgamma(x: Terms) -> Terms:
-    """The logarithm of |gamma(x)|."""
+def _logarithm(x: Terms, y: Terms, is_small: Tensor) -> Terms:
+    """The logarithm of gamma(y) for y >= 1/2, or of gamma(1 + x) where x is small."""
     terms, leading = len(x), x[0]
-    m, bits = terms + 1, bits_of(x[0], terms)
-    base = BASES[leading.dtype]
-    y, is_below, distance, is_finite = _reflected(x, terms)
+    m, bits = terms + 1, bits_of(leading, terms)
     w, (product,), power = _moved(y, terms, 0)
-    large = base.max_exponent // 2
+    large = BASES[leading.dtype].max_exponent // 2
     is_large = w[0] > 2.0**large
     shift = 2.0 ** -(large // 2)
     first = where(is_large, times(w, shift), sub(w, constants(Fraction(1, 2), 1, leading), m))
     value = mul(first, sub(logarithms.natural(w, terms), one(leading), m), m)
-    log_pi = exact.log_of_pi(bits)
     log_2 = exact.log_2(bits)
     rest = sub(_stirling(w, terms, 0), logarithms.natural(product, terms), m)
     rest = sub(rest, mul((power,), constants(log_2, m, leading), m), m)
-    rest = add(rest, constants((log_pi + log_2 - 1) / 2, m, leading), m)
+    rest = add(rest, constants((exact.log_of_pi(bits) + log_2 - 1) / 2, m, leading), m)
     value = add(value, where(is_large, (torch.zeros_like(leading),), rest), m)
     value = where(is_large, times(value, 1 / shift), value)
     # near 1 and 2
-    is_small = leading.abs() < 2.0**_LOG2_Z  # lgamma(1 + x) - log|x|
     from_one = where(is_small, x, sub(y, one(leading), m))
     is_one = from_one[0] < 0.5
     z = where(is_one, from_one, sub(from_one, one(leading), m))
@@ -167,17 +164,53 @@ def lgamma(x: Terms) -> Terms:
     taylor = series(coefficient, _LOG2_Z, _wanted(leading, terms))
     near = mul(z, polynomial(z, taylor, _LOG2_Z, terms), m)
     added = where(is_one, (torch.zeros_like(leading),), logarithms.of_one_plus(z, terms))
-    value = where(is_near, add(near, added, m), value)
+    return where(is_near, add(near, added, m), value)
+
+
+def lgamma(x: Terms) -> Terms:
+    """The logarithm of |gamma(x)|."""
+    terms, leading = len(x), x[0]
+    m = terms + 1
+    y, is_below, distance, is_finite = _reflected(x, terms)
+    is_small = leading.abs() < 2.0**_LOG2_Z  # lgamma(1 + x) - log|x|
+    value = _logarithm(x, y, is_small)
     # below 1/2
     is_pole = distance[0] == 0
     is_mirrored = is_below & ~is_pole & ~is_small
     sine, _ = turn(where(is_mirrored, distance, constants(Fraction(1, 4), 1, leading)), terms)
-    mirrored = sub(sub(constants(log_pi, m, leading), logarithms.of_size(sine, terms), m), value, m)
+    log_pi = constants(exact.log_of_pi(bits_of(leading, terms)), m, leading)
+    mirrored = sub(sub(log_pi, logarithms.of_size(sine, terms), m), value, m)
     small = sub(value, logarithms.of_size(x, terms), m)
     value = where(is_small, small, where(is_below, mirrored, value))
     plain = torch.where(is_below & is_pole, torch.inf, value[0])
     plain = torch.where(is_finite, plain, torch.inf)
     return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
+
+
+def gamma(x: Terms) -> Terms:
+    """The gamma function: an exponential, divided by x near 0 and by a sine below 1/2."""
+    terms, leading = len(x), x[0]
+    m, limit = terms + 1, exponentials.limit_of(leading) * math.log(2)
+    y, is_below, _, is_finite = _reflected(x, terms)
+    is_small = leading.abs() < 2.0**_LOG2_Z
+    logarithm = _logarithm(x, y, is_small)
+    is_mirrored = is_below & ~is_small
+    logarithm = where(is_mirrored, neg(logarithm), logarithm)
+    q, k = exponentials.parts(exponentials.bounded(logarithm, limit), terms)
+    sine, _ = half_turns(x)
+    sine = where(leading < 0, neg(sine), sine)
+    divisor = where(is_mirrored, sine, where(is_small, x, one(leading)))
+    is_pole = divisor[0] == 0
+    divisor = where(is_pole, one(leading), divisor)
+    e = exponent_of(divisor[0])
+    quotient = div(add(one(leading), q, m), scaled(divisor, -e), m)
+    pi = constants(exact.pi(bits_of(leading, terms)), m, leading)
+    value = scaled(where(is_mirrored, mul(quotient, pi, m), quotient), k - e)
+    plain = torch.where(logarithm[0] >= limit, torch.inf, value[0])
+    plain = torch.where(logarithm[0] <= -limit, 0.0 * sine[0], plain)
+    plain = torch.where(is_pole, torch.where(leading == 0, 1 / leading, torch.nan), plain)
+    plain = torch.where(is_finite, plain, torch.where(leading > 0, leading, torch.nan))
+    return finish(value, terms, plain)
 
 
 def _at_root(x: Terms, terms: int) -> tuple[Terms, Tensor]:

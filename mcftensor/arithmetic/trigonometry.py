@@ -112,7 +112,7 @@ def tan(x: Terms) -> Terms:
     return finish(value, terms, plain)
 
 
-def _half_turns(x: Terms) -> tuple[Terms, Terms]:
+def half_turns(x: Terms) -> tuple[Terms, Terms]:
     """The sine and cosine of pi |x|."""
     terms, leading = len(x), x[0]
     m = terms + 1
@@ -129,7 +129,7 @@ def _half_turns(x: Terms) -> tuple[Terms, Terms]:
 def sin_of_pi(x: Terms) -> Terms:
     """The sine of pi x; a zero has the sign of x."""
     leading = x[0]
-    sine, _ = _half_turns(x)
+    sine, _ = half_turns(x)
     sine = where(torch.signbit(leading), neg(sine), sine)
     plain = torch.where(sine[0] == 0, torch.copysign(sine[0], leading), sine[0])
     return finish(sine, len(x), _special(leading, plain))
@@ -137,5 +137,5 @@ def sin_of_pi(x: Terms) -> Terms:
 
 def cos_of_pi(x: Terms) -> Terms:
     """The cosine of pi x; a zero is +0."""
-    _, cosine = _half_turns(x)
+    _, cosine = half_turns(x)
     return finish(cosine, len(x), _special(x[0], torch.where(cosine[0] == 0, 0.0, cosine[0])))

@@ -89,4 +89,5 @@ def _pi(x: Tensor) -> Tensor:
 
 sinpi: Callable[[Tensor], Tensor] = _operator("sinpi", lambda x, y: cospi(x) * _pi(x))
 cospi: Callable[[Tensor], Tensor] = _operator("cospi", lambda x, y: -sinpi(x) * _pi(x))
+gamma: Callable[[Tensor], Tensor] = _operator("gamma", lambda x, y: y * torch.digamma(x))
 cbrt: Callable[[Tensor], Tensor] = _operator("cbrt", lambda x, y: 1 / (3 * y * y))
