@@ -6,6 +6,7 @@ expansions: it is given the same gradients, and whatever else is done to the par
 
 import copy
 import io
+import itertools
 import pickle
 
 import hypothesis.strategies as st
@@ -100,16 +101,16 @@ def exact(x):
 
 def assert_normalized(x):
     """The leading term is nearest, and on ties the even one, and so is each of what is left."""
-    rest = exact(x)
-    for term in x.components[:-1]:
+    rest = torch.zeros(x.shape, dtype=torch.float64)  # what follows a term
+    for last, term in itertools.pairwise(x.components[::-1]):
+        rest = rest + last.double()
         assert not term.isnan().any()
-        error = (rest - term.double()).abs()
         for end in (-torch.inf, torch.inf):
             neighbour = term.nextafter(torch.full_like(term, end))
-            other = (rest - neighbour.double()).abs()
+            other = (term.double() - neighbour.double() + rest).abs()
             is_even = term.view(INTEGERS[term.dtype]) % 2 == 0
+            error = rest.abs()
             assert ((error < other) | ((error == other) & is_even) | (other == torch.inf)).all()
-        rest = rest - term.double()
 
 
 class Training(RuleBasedStateMachine):
