@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mcftensor.arithmetic import exact_constants as exact
-from mcftensor.arithmetic.base_types import BASES
-from mcftensor.dispatch.elementary import by_formula, constant_in, in_longer
+from mcftensor.dispatch.elementary import bits_of_constants, by_formula, constant_in, in_longer
 from mcftensor.dispatch.operands import is_wrapped, stored_in
 from mcftensor.formats import Format, named
 from mcftensor.tensor import MCFTensor
@@ -24,8 +23,7 @@ from mcftensor.tensor import MCFTensor
 
 def _constant(of_bits: Callable[[int], Any], format: Format, device: torch.device) -> MCFTensor:
     """Return a constant as an expansion without dimensions."""
-    value = of_bits(format.precision + 2 * BASES[format.dtype].precision)
-    return constant_in(format, value, device)
+    return constant_in(format, of_bits(bits_of_constants(format)), device)
 
 
 def _two_by_root_of_pi(bits: int) -> Fraction:

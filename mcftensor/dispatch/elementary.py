@@ -153,7 +153,7 @@ def _logaddexp2(x: Tensor, y: Tensor) -> Tensor:
     """log2(2^x + 2^y); near a difference of 0, by the distance of the sum of powers from 2."""
     larger, smaller = torch.maximum(x, y), torch.minimum(x, y)
     difference = torch.where(x == y, torch.zeros_like(larger), smaller - larger)
-    log_2 = like(larger, exact.log_2((larger._format.terms + 2) * BASES[x.dtype].precision))  # type: ignore[attr-defined]
+    log_2 = like(larger, exact.log_2(_bits_of(larger)))
     near = (larger + 1) + torch.log1p(torch.expm1(difference * log_2) / 2) / log_2
     far = larger + torch.log1p(torch.exp2(difference)) / log_2
     return torch.where(difference > -0.5, near, far)
@@ -241,8 +241,7 @@ def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Ten
     """Return the gradient of x F(x), with F the normal distribution or the logistic function of a
     cubic.
     """
-    base = BASES[x.dtype]
-    bits = (x._format.terms + 2) * base.precision  # type: ignore[attr-defined]
+    bits = _bits_of(x)
     if approximate == "tanh":
         root, cubic = (
             like(x, y) for y in (exact.sqrt(8 / exact.pi(bits), bits), Fraction("0.044715"))
@@ -473,8 +472,12 @@ def _mvlgamma(x: Tensor, p: int) -> Tensor:
 
 
 def _bits_of(x: Tensor) -> int:
-    """Return the bits that a constant needs to be rounded to the format of x."""
-    return (x._format.terms + 2) * BASES[x.dtype].precision  # type: ignore[attr-defined]
+    return bits_of_constants(x._format)  # type: ignore[attr-defined]
+
+
+def bits_of_constants(format: Format) -> int:
+    """Return the bits that a constant needs to be rounded to a format."""
+    return format.precision + 2 * BASES[format.dtype].precision
 
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
