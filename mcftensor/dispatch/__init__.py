@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from mcftensor.dispatch import batch_norm as batch_norm
 from mcftensor.dispatch import collectives as collectives
 from mcftensor.dispatch import comparison as comparison
+from mcftensor.dispatch import conversions as conversions
 from mcftensor.dispatch import defer as defer
 from mcftensor.dispatch import elementwise as elementwise
 from mcftensor.dispatch import floor_and_remainder as floor_and_remainder
@@ -67,7 +68,9 @@ def torch_function(
             result = shortcut(func, args, kwargs or {})
             if result is not NotImplemented:
                 return result
-    if not kwargs and func not in WHOLE and func not in _WHERE:
+    if is_eager and args and not isinstance(args[0], MCFTensor):
+        args = conversions.for_plain_target(func, args)
+    if not kwargs and func not in WHOLE and func not in _BEFORE_TORCH:
         return _without_function(func, types, args)
     kwargs = kwargs or {}
     if "dtype" in kwargs and is_eager and current_step() is not None:
@@ -80,8 +83,10 @@ def torch_function(
         if _holds_expansion((args, inputs)):
             return evaluate_into(func, args, inputs, out)
     with torch._C.DisableTorchFunctionSubclass():
-        if func in _WHERE:
-            return _WHERE[func](*args, **kwargs)
+        if func in _BEFORE_TORCH:
+            return _BEFORE_TORCH[func](*args, **kwargs)
+        if "dtype" in kwargs and args:
+            args = (conversions.recorded(args[0], kwargs["dtype"]), *args[1:])
         if func in WHOLE and _has_value((args, kwargs)):
             return evaluate_whole(func, *args, **kwargs)
         return func(*args, **kwargs)
@@ -156,10 +161,11 @@ def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: An
 
 _ARE_COMPLEX = {torch.is_complex, Tensor.is_complex}
 
-# torch rounds a number to the base dtype before dispatch.
-_WHERE: dict[Any, Callable[..., Any]] = {
+# torch rounds numbers, or gradients, to the base dtype.
+_BEFORE_TORCH: dict[Any, Callable[..., Any]] = {
+    **conversions.BEFORE_TORCH,
     torch.where: _where,
-    torch.Tensor.where: lambda input, condition, other: _where(condition, input, other),
+    Tensor.where: lambda input, condition, other: _where(condition, input, other),
 }
 
 

@@ -12,8 +12,8 @@ from mcftensor.dispatch.beyond_float64 import SPACED
 from mcftensor.dispatch.default_handler import PRECISION
 from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import is_wrapped, leaves, value_of
-from mcftensor.dispatch.torch_functions import narrowed
-from mcftensor.formats import Format, named
+from mcftensor.dispatch.torch_functions import converted
+from mcftensor.formats import PLAIN, Format, named
 from mcftensor.kernels.without_float64 import PAIR, PIECES, has_float64, pieces, without
 from mcftensor.tensor.components import any_format_of, format_of, on_local
 from mcftensor.tensor.tensor import MCFTensor, of_numbers
@@ -51,7 +51,7 @@ def cast(
                 f"to: an expansion in {x.format.name} of shape {tuple(x.shape)} requires grad, and "  # type: ignore[attr-defined]
                 f"gradients do not pass into {format.name}; convert x.detach()"
             )
-        return narrowed(x, format)
+        return converted(x, PLAIN[x.dtype], format)
     return on_local(value_of, x.detach(), format)
 
 

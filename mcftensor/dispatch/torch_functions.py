@@ -129,7 +129,7 @@ class _Converted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if is_wrapped(grad):
+        if is_wrapped(grad) or (torch.is_grad_enabled() and grad.requires_grad):
             return _Converted.apply(grad, ctx.target, ctx.source), None, None
         return _in_format(grad, ctx.source), None, None
 
@@ -139,9 +139,9 @@ def _in_format(x: Tensor, name: str) -> Tensor:
     return plainly(x, format.dtype) if isinstance(format, PlainFormat) else value_of(x, format)
 
 
-def narrowed(x: Tensor, format: Format) -> MCFTensor:
-    """Return a plain tensor as a value; gradients pass through."""
-    made: MCFTensor = _Converted.apply(x, PLAIN[x.dtype].name, format.name)
+def converted(x: Tensor, source: Format, target: Format) -> Tensor:
+    """Return a tensor in another format, plain or not; gradients pass through with all terms."""
+    made: Tensor = _Converted.apply(x, source.name, target.name)
     return made
 
 
@@ -240,7 +240,7 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
 
     def widen(x: Any) -> Any:
         if isinstance(x, MCFTensor):
-            return _Converted.apply(x, x.format.name, wide.name)
+            return converted(x, x.format, wide)
         if isinstance(x, Tensor) and x.is_floating_point():
             return x.to(wide.dtype)
         return wide.dtype if x == format.dtype and isinstance(x, torch.dtype) else x
@@ -249,7 +249,7 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
         if isinstance(x, Tensor) and x.is_complex():
             raise refusal(name, found, "its result is complex")
         if isinstance(x, Tensor) and x.dtype == wide.dtype:
-            return _Converted.apply(x, wide.name, format.name)
+            return converted(x, wide, format)
         return x
 
     sharper = _SHARPER.get(func, func)

@@ -7,6 +7,7 @@ who need the patch: this folder imports the tensor and its dispatch, and nothing
 
 from mcftensor.patches import adapters as adapters
 from mcftensor.patches import distributed as distributed
+from mcftensor.patches import distributions as distributions
 from mcftensor.patches import dynamo as dynamo
 from mcftensor.patches import objects as objects
 from mcftensor.patches import optimizers as optimizers

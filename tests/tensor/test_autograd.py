@@ -57,6 +57,41 @@ def test_backward(name, format):
     assert error <= 64 * 2.0**-format.precision
 
 
+CONVERSIONS = {
+    "double": lambda x: x.double(),
+    "to a dtype": lambda x: x.to("cpu", torch.float64),
+    "to a tensor": lambda x: x.to(torch.ones(1, dtype=torch.float64)),
+    "to a value": lambda x: x.to(mcf.as_expansion(torch.ones(1), mcf.fp64x2)).double(),
+    "type": lambda x: x.type(torch.float64),
+    "type_as": lambda x: x.type_as(torch.ones(1, dtype=torch.float64)),
+    "softmax": lambda x: F.softmax(x, 0, dtype=torch.float64),
+    "cumsum": lambda x: x.cumsum(0, dtype=torch.float64),
+    "float_power": lambda x: torch.float_power(x.abs(), 2.5),
+    "copy_": lambda x: torch.zeros(4, dtype=torch.float64).copy_(x),
+    "+=": lambda x: torch.zeros(4, dtype=torch.float64).__iadd__(x),
+    "[]=": lambda x: torch.zeros(4, dtype=torch.float64).index_put_((torch.arange(4),), x),
+}
+
+
+@pytest.mark.parametrize("format", [mcf.bf16x2, mcf.fp32x2], ids=lambda f: f.name)
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_gradients_come_back_from_plain_tensors_with_all_terms(name, format):
+    x = sample(format, 4).requires_grad_()
+    wide = exact(x).requires_grad_()
+    seed = torch.tensor([1.0, 3.0, 7.0, -5.0], dtype=torch.float64) / 3
+    (CONVERSIONS[name](x) * seed).sum().backward()
+    (CONVERSIONS[name](wide) * seed).sum().backward()
+    assert x.grad.format is format
+    torch.testing.assert_close(exact(x.grad), wide.grad, rtol=8 * 2.0**-format.precision, atol=0)
+
+
+def test_gradients_of_conversions_have_gradients():
+    x = sample(mcf.fp32x2, 4).requires_grad_()
+    for function in (torch.Tensor.double, lambda x: x.quantile(0.3)):
+        (grad,) = torch.autograd.grad(function(x).pow(3).sum(), x, create_graph=True)
+        assert grad.requires_grad
+
+
 @pytest.mark.filterwarnings("ignore:Input #0 requires gradient and is not a double")
 @pytest.mark.parametrize("format", [mcf.fp32x2, mcf.fp64x2], ids=lambda f: f.name)
 @pytest.mark.parametrize(

@@ -65,6 +65,22 @@ class TestFormatsAsDtypes:
             torch.tensor([1, 2]).to(format), mcf.as_expansion(torch.tensor([1.0, 2.0]), format)
         )
 
+    def test_a_value_stands_for_its_format(self, format):
+        value, x = sample(format, 2), torch.tensor([1 / 3, 2.0**20 + 1], dtype=torch.float64)
+        for given in (x, x.long(), mcf.as_expansion(x, mcf.fp32x2)):
+            stays = isinstance(given, mcf.MCFTensor) and given.dtype == format.dtype
+            wanted = given if stays else mcf.as_expansion(given.double(), format)
+            for made in (given.to(value), given.to(tensor=value, copy=True), given.type_as(value)):
+                assert_same_terms(made, wanted)
+        assert x.to(nn.Parameter(value)).dtype == format.dtype  # as a model computes
+        assert type(x.to(nn.Parameter(value))) is torch.Tensor
+
+    def test_a_value_that_is_only_stored_stands_for_its_numbers(self):
+        x = torch.tensor([1 / 3], dtype=torch.float64)
+        made = x.to(mcf.as_expansion(torch.ones(1), mcf.bf16i16))
+        assert torch.equal(made, x.float())
+        assert made.dtype == torch.float32
+
     def test_gradients_pass(self):
         x = torch.ones(3, requires_grad=True)
         (x.to(mcf.bf16x2) * 3).sum().backward()

@@ -1,0 +1,111 @@
+"""Conversions in which PyTorch would drop terms: to another tensor, and of gradients.
+
+PyTorch sees only the dtype of another tensor, and rounds a gradient that comes back from a wider
+dtype to the base dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.dispatch.format_as_dtype import cast
+from mcftensor.dispatch.operands import is_wrapped, mapped
+from mcftensor.dispatch.torch_functions import converted
+from mcftensor.formats import PLAIN
+from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.implicit_rounding import holds
+
+
+def _is_recorded(x: Any) -> bool:
+    """Return whether gradients flow to a tensor that is a value."""
+    return (
+        isinstance(x, MCFTensor)
+        and not x._has_rules
+        and x.acts_as == "value"
+        and (is_wrapped(x) or (torch.is_grad_enabled() and x.requires_grad))
+    )
+
+
+def recorded(x: Any, dtype: Any) -> Any:
+    """Return a value to which gradients flow as a plain tensor, so that they keep all terms.
+
+    Return any other x as it is, and x for its own dtype or one without gradients.
+    """
+    is_other = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    if not is_other or not _is_recorded(x) or dtype == x.dtype:
+        return x
+    return converted(x, x.format, PLAIN[dtype])
+
+
+def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Handle `x.to(...)` and `x.type_as(other)`. A value as the argument stands for its format.
+
+    A storage format stands for the dtype in which it computes.
+    """
+    other = kwargs.get("tensor", args[0] if args else None)
+    if isinstance(other, MCFTensor) and other.acts_as == "value":
+        rest = args[0 if "tensor" in kwargs else 1 :]
+        options = {name: given for name, given in kwargs.items() if name != "tensor"}
+        format = other._format.result
+        if _is_recorded(x) and x.dtype != other.dtype:
+            source = x.format  # type: ignore[attr-defined]
+            return converted(x, source, format).to(other.device, *rest, **options)
+        if not isinstance(x, MCFTensor) or not (x.requires_grad or x.dtype == other.dtype):
+            return cast(x.to(other.device), format, *rest, **options)
+    for given in (*args, *kwargs.values()):
+        x = recorded(x, given.dtype if isinstance(given, Tensor) else given)
+    return x.to(*args, **kwargs)
+
+
+def _type(x: Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+    return recorded(x, dtype).type(dtype, **kwargs)
+
+
+def _float_power(x: Any, exponent: Any, **kwargs: Any) -> Tensor:
+    """Return `torch.float_power`, in formats that float64 does not hold without a conversion."""
+    found = [y for y in (x, exponent) if isinstance(y, MCFTensor) and y.acts_as == "value"]
+    if not all(holds(torch.float64, y.format) for y in found):
+        return torch.pow(x, exponent, **kwargs)
+    return torch.float_power(
+        recorded(x, torch.float64), recorded(exponent, torch.float64), **kwargs
+    )
+
+
+def _method(name: str, dtype: torch.dtype) -> Callable[..., Tensor]:
+    return lambda x, **kwargs: getattr(recorded(x, dtype), name)(**kwargs)
+
+
+BEFORE_TORCH: dict[Any, Callable[..., Any]] = {
+    Tensor.to: _to,
+    Tensor.type_as: _to,
+    Tensor.type: _type,
+    Tensor.double: _method("double", torch.float64),
+    Tensor.float: _method("float", torch.float32),
+    Tensor.half: _method("half", torch.float16),
+    Tensor.bfloat16: _method("bfloat16", torch.bfloat16),
+    torch.float_power: _float_power,
+    Tensor.float_power: _float_power,
+}
+
+
+def for_plain_target(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a function that may write to a plain tensor, as `plain.add_(x)` does.
+
+    Values that the plain tensor holds are converted first, and their gradients keep all terms.
+    """
+    target, name = args[0], getattr(func, "__name__", "")
+    writes = name.startswith("__i") or name == "__setitem__" or name.endswith("_")
+    if not isinstance(target, Tensor) or not writes or not torch.is_grad_enabled():
+        return args
+    return mapped(
+        lambda x: (
+            recorded(x, target.dtype)
+            if isinstance(x, MCFTensor) and holds(target.dtype, x._format)
+            else x
+        ),
+        args,
+    )

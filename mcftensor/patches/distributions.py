@@ -1,0 +1,90 @@
+"""Distributions of `torch.distributions` whose parameters are expansions."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from mcftensor.patches.table import by_name, patch
+from mcftensor.tensor.tensor import MCFTensor, number_in
+
+
+def _like(x: Any, other: Tensor) -> Any:
+    """Return a number or a plain tensor in the format of an expansion, and x in other cases."""
+    if not isinstance(other, MCFTensor) or isinstance(x, (bool, MCFTensor)):
+        return x
+    if isinstance(x, (int, float)):
+        return number_in(x, other.format, other.role, other.device)
+    return x.to(other) if isinstance(x, Tensor) else x
+
+
+@patch(
+    "torch.distributions.utils.broadcast_all",
+    why="Numbers among the parameters of a distribution, as in `Normal(x, 0.1)`, are rounded to "
+    "the dtype of its tensors.",
+    loss="distributions round numbers to the base dtype of expansions; give them tensors.",
+)
+def _numbers_in_the_format(found: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(found)
+    def broadcast_all(*values: Any) -> Any:  # compilers trace it
+        for x in values:
+            if isinstance(x, MCFTensor):
+                return found(*[y if isinstance(y, Tensor) else _like(y, x) for y in values])
+        return found(*values)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(found.__name__) is found:
+            module.broadcast_all = broadcast_all  # type: ignore[attr-defined]
+    return broadcast_all
+
+
+@patch(
+    "torch.distributions.Wishart.__init__",
+    why="The same of the number of degrees of freedom.",
+    loss="Wishart rounds its degrees of freedom to the base dtype; give it a tensor.",
+    takes=("df", "covariance_matrix", "precision_matrix", "scale_tril"),
+)
+@by_name
+def _df_in_the_format(make: Callable[[], None], given: dict[str, Any]) -> None:
+    if isinstance(given["df"], (int, float)):
+        for name in ("covariance_matrix", "precision_matrix", "scale_tril"):
+            given["df"] = _like(given["df"], given.get(name))  # type: ignore[arg-type]
+    make()
+
+
+_CONVERTING: dict[str, Any] = {
+    "why": "The density converts its argument to the dtype of a parameter.",
+    "loss": "densities of this distribution round arguments to the base dtype; convert them, "
+    "value.to(parameter).",
+    "takes": ("self", "value"),
+}
+
+
+@patch("torch.distributions.Gamma.log_prob", **_CONVERTING)
+def _of_gamma(density: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(density)
+    def log_prob(self: Any, value: Any) -> Tensor:  # compilers trace it
+        if isinstance(value, MCFTensor):
+            self = copy.copy(self)
+            self.rate = _like(self.rate, value)
+        return density(self, _like(value, self.rate))
+
+    return log_prob
+
+
+@patch("torch.distributions.HalfCauchy.log_prob", **_CONVERTING)
+def _of_half_cauchy(density: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(density)
+    def log_prob(self: Any, value: Any) -> Tensor:
+        if isinstance(value, MCFTensor):
+            self = copy.copy(self)
+            self.base_dist = copy.copy(self.base_dist)
+            self.base_dist.scale = _like(self.scale, value)
+        return density(self, _like(value, self.scale))
+
+    return log_prob
