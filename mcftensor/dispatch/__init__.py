@@ -86,7 +86,7 @@ def torch_function(
         if func in _BEFORE_TORCH:
             return _BEFORE_TORCH[func](*args, **kwargs)
         if "dtype" in kwargs and args:
-            args = (conversions.recorded(args[0], kwargs["dtype"]), *args[1:])
+            args = (conversions.plain_with_gradient(args[0], kwargs["dtype"]), *args[1:])
         if func in WHOLE and _has_value((args, kwargs)):
             return evaluate_whole(func, *args, **kwargs)
         return func(*args, **kwargs)

@@ -30,7 +30,7 @@ def _is_recorded(x: Any) -> bool:
     )
 
 
-def recorded(x: Any, dtype: Any) -> Any:
+def plain_with_gradient(x: Any, dtype: Any) -> Any:
     """Return a value to which gradients flow as a plain tensor, so that they keep all terms.
 
     Return any other x as it is, and x for its own dtype or one without gradients.
@@ -57,12 +57,12 @@ def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(x, MCFTensor) or not (x.requires_grad or x.dtype == other.dtype):
             return cast(x.to(other.device), format, *rest, **options)
     for given in (*args, *kwargs.values()):
-        x = recorded(x, given.dtype if isinstance(given, Tensor) else given)
+        x = plain_with_gradient(x, given.dtype if isinstance(given, Tensor) else given)
     return x.to(*args, **kwargs)
 
 
 def _type(x: Tensor, dtype: Any = None, **kwargs: Any) -> Any:
-    return recorded(x, dtype).type(dtype, **kwargs)
+    return plain_with_gradient(x, dtype).type(dtype, **kwargs)
 
 
 def _float_power(x: Any, exponent: Any, **kwargs: Any) -> Tensor:
@@ -71,12 +71,14 @@ def _float_power(x: Any, exponent: Any, **kwargs: Any) -> Tensor:
     if not all(holds(torch.float64, y.format) for y in found):
         return torch.pow(x, exponent, **kwargs)
     return torch.float_power(
-        recorded(x, torch.float64), recorded(exponent, torch.float64), **kwargs
+        plain_with_gradient(x, torch.float64),
+        plain_with_gradient(exponent, torch.float64),
+        **kwargs,
     )
 
 
 def _method(name: str, dtype: torch.dtype) -> Callable[..., Tensor]:
-    return lambda x, **kwargs: getattr(recorded(x, dtype), name)(**kwargs)
+    return lambda x, **kwargs: getattr(plain_with_gradient(x, dtype), name)(**kwargs)
 
 
 BEFORE_TORCH: dict[Any, Callable[..., Any]] = {
@@ -103,7 +105,7 @@ def for_plain_target(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
     return mapped(
         lambda x: (
-            recorded(x, target.dtype)
+            plain_with_gradient(x, target.dtype)
             if isinstance(x, MCFTensor) and holds(target.dtype, x._format)
             else x
         ),
