@@ -6,7 +6,7 @@ dtype to the base dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,41 @@ def _float_power(x: Any, exponent: Any, **kwargs: Any) -> Tensor:
     )
 
 
+def _pad_sequence(
+    sequences: Sequence[Tensor],
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> Tensor:
+    """Return `nn.utils.rnn.pad_sequence`, which torch writes into a plain tensor."""
+    longest = max(map(len, sequences))
+    like = next(x for x in sequences if isinstance(x, MCFTensor))
+    rows = []
+    for x in sequences:
+        padding = like.new_full((longest - len(x), *x.shape[1:]), padding_value)
+        rows.append(torch.cat([x, padding] if padding_side == "right" else [padding, x]))
+    return torch.stack(rows, 0 if batch_first else 1)
+
+
+def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Return `torch._pack_padded_sequence`: steps of sequences, selected by the packed places."""
+    places = torch.arange(x.shape[0] * x.shape[1]).view(x.shape[:2])
+    packed, sizes = torch._pack_padded_sequence(places, lengths, batch_first)
+    return x.flatten(0, 1)[packed.to(x.device)], sizes
+
+
+def _pad_packed_sequence(
+    x: Tensor, sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[Tensor, Tensor]:
+    """Return `torch._pad_packed_sequence`, by the places of steps."""
+    places, lengths = torch._pad_packed_sequence(
+        torch.arange(len(x)), sizes, batch_first, -1, total_length
+    )
+    places = places.to(x.device)
+    padding = (places < 0).view(*places.shape, *[1] * (x.dim() - 1))
+    return x[places.clamp(min=0)].masked_fill(padding, padding_value), lengths
+
+
 def _method(name: str, dtype: torch.dtype) -> Callable[..., Tensor]:
     return lambda x, **kwargs: getattr(plain_with_gradient(x, dtype), name)(**kwargs)
 
@@ -91,6 +126,9 @@ BEFORE_TORCH: dict[Any, Callable[..., Any]] = {
     Tensor.bfloat16: _method("bfloat16", torch.bfloat16),
     torch.float_power: _float_power,
     Tensor.float_power: _float_power,
+    torch._C._nn.pad_sequence: _pad_sequence,
+    torch._pack_padded_sequence: _pack_padded_sequence,
+    torch._pad_packed_sequence: _pad_packed_sequence,
 }
 
 

@@ -56,6 +56,7 @@ from mcftensor.tensor.step_context import current_step, outside
 _METHODS = (
     *("quantile", "nanquantile", "nanmean", "logdet", "slogdet", "norm"),
     "isclose",  # its decomposition would draw random numbers
+    "det",  # its gradient wants float32 or float64
 )
 
 _ISCLOSE = (torch.isclose, Tensor.isclose)
@@ -81,6 +82,7 @@ WHOLE: set[Callable[..., Any]] = {
     *_OF_MACHINE_TYPES,
     # called by these names
     torch.complex,
+    torch.linalg.det,
     torch.linalg.multi_dot,  # this and the next two take operands of one dtype alone
     torch.linalg.vecdot,
     *(torch.inner, torch.Tensor.inner, torch.tensordot),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence, pad_sequence, unpad_sequence
 
 import mcftensor as mcf
 from support.helpers import assert_same_terms, exact, gappy, parameter, sample
@@ -292,3 +293,21 @@ def test_cat_pads_formats_of_one_base_and_takes_plain_tensors():
     assert torch.equal(exact(joined), torch.cat([exact(a), exact(b), torch.ones(1).double()]))
     with pytest.raises(ValueError, match=r"cat: .*bf16x2 and fp32x2"):
         torch.cat([a, sample(mcf.fp32x2, 2)])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_sequences_are_padded_and_packed_in_their_format(side, format):
+    x = sample(format, 6, 2)
+    parts = [x[:1], x[1:4], x[4:]]
+    third = mcf.as_expansion(torch.tensor(1 / 3, dtype=torch.float64), format)
+    padded = pad_sequence(parts, padding_value=1 / 3, padding_side=side)
+    assert padded.shape == (3, 3, 2)
+    assert_same_terms(padded[1, 0], third.expand(2))
+    assert_same_terms(padded[2 if side == "left" else 0, 0], x[0])
+    packed = pack_sequence(parts, enforce_sorted=False)
+    assert_same_terms(packed.data, x[[1, 4, 0, 2, 5, 3]])
+    again, lengths = pad_packed_sequence(packed, batch_first=True, padding_value=1 / 3)
+    wanted = pad_sequence(parts, batch_first=True, padding_value=1 / 3)
+    assert_same_terms(again, wanted)
+    assert lengths.tolist() == [1, 3, 2]
+    assert_same_terms(unpad_sequence(again, lengths, batch_first=True)[1], parts[1])
