@@ -72,7 +72,7 @@ _FUNCTIONS: dict[str, Callable[..., networks.Terms]] = {
     "erfc": error_function.erfc,
     "ndtr": error_function.ndtr,
     "gelu": error_function.gelu,
-    "gamma": gamma_function.gamma,
+    "gamma": gamma_function.gamma_of,
     "lgamma": gamma_function.lgamma,
     "digamma": gamma_function.digamma,
     "trigamma": gamma_function.trigamma,

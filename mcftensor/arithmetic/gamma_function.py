@@ -187,7 +187,7 @@ def lgamma(x: Terms) -> Terms:
     return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
 
 
-def gamma(x: Terms) -> Terms:
+def gamma_of(x: Terms) -> Terms:
     """The gamma function: an exponential, divided by x near 0 and by a sine below 1/2."""
     terms, leading = len(x), x[0]
     m, limit = terms + 1, exponentials.limit_of(leading) * math.log(2)

@@ -54,7 +54,12 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     PyTorch converts float64 and integers to bfloat16 and float16 through float32, with two
     roundings. Here the first step rounds to odd, which makes the second one correct.
     """
-    return (collapse_odd([x]) if dtype in NARROW else x).to(dtype)
+    if dtype in NARROW and not x.is_floating_point():
+        x = collapse_odd([x])
+    elif dtype in NARROW and x.dtype == torch.float64:
+        nearest = x.to(torch.float32)
+        x = _make_odd(nearest, torch.where(torch.isfinite(x), x - nearest.to(torch.float64), 0))
+    return x.to(dtype)
 
 
 def collapse_terms(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -95,7 +95,7 @@ def _pad_sequence(
 
 def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Return `torch._pack_padded_sequence`: steps of sequences, selected by the packed places."""
-    places = torch.arange(x.shape[0] * x.shape[1]).view(x.shape[:2])
+    places = torch.arange(x.shape[0] * x.shape[1], device="cpu").view(x.shape[:2])
     packed, sizes = torch._pack_padded_sequence(places, lengths, batch_first)
     return x.flatten(0, 1)[packed.to(x.device)], sizes
 
@@ -105,7 +105,7 @@ def _pad_packed_sequence(
 ) -> tuple[Tensor, Tensor]:
     """Return `torch._pad_packed_sequence`, by the places of steps."""
     places, lengths = torch._pad_packed_sequence(
-        torch.arange(len(x)), sizes, batch_first, -1, total_length
+        torch.arange(len(x), device="cpu"), sizes, batch_first, -1, total_length
     )
     places = places.to(x.device)
     padding = (places < 0).view(*places.shape, *[1] * (x.dim() - 1))
