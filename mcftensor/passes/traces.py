@@ -23,6 +23,7 @@ from mcftensor.arithmetic.network_numbers import Network
 from mcftensor.arithmetic.number_protocol import Number, Numbers
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels import Body, Signature
+from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.passes.expressions import scalar_tensor, stored_floats
 
 T = TypeVar("T")
@@ -96,7 +97,6 @@ class Trace:
         width: the number of initial columns of all variables.
         operations: the operations.
         written: the variables that are written to.
-        is_full: whether the trace has its largest length.
         is_of_terms: whether operations are on terms; otherwise they are on storage formats.
         made: objects derived from the trace.
     """
@@ -113,8 +113,6 @@ class Trace:
         self.width = sum(self.widths)
         self.operations = operations
         self.written = tuple(sorted({x.target for x in operations}))
-        limits = [longest(x.format) for x in operations]
-        self.is_full = bool(limits) and len(operations) >= min(limits)
         self.is_of_terms = any(x.format.arithmetic == "terms" for x in operations)
         self.made: dict[Hashable, Any] = {}
         self.goes_on: set[Hashable] = set()
@@ -127,6 +125,15 @@ class Trace:
                 self.made.clear()
             made = self.made[key] = make()
         return made
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the trace has its largest length, which depends on float64."""
+        return self.once(has_float64(), self._has_largest_length)
+
+    def _has_largest_length(self) -> bool:
+        limits = [longest(x.format) for x in self.operations]
+        return bool(limits) and len(self.operations) >= min(limits)
 
     def with_variable(self, variable: Variable) -> Trace:
         """Return the trace with one more variable."""

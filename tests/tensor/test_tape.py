@@ -18,6 +18,7 @@ import mcftensor as mcf
 from mcftensor.dispatch import defer
 from mcftensor.formats import default_format
 from mcftensor.passes import traces
+from mcftensor.passes.traces import Operation, Trace, Variable
 from mcftensor.tensor import tape
 from mcftensor.tensor.tensor import MCFTensor
 from support.helpers import a_step, assert_same_terms, sample
@@ -399,6 +400,16 @@ def test_adamw_is_one_pass_for_all_that_is_alike(foreach, runs):
         optimizer.step()
     chain = ["mul", "lerp", "mul", "addcmul", "sqrt", "div", "add", "addcdiv"]
     assert sorted(runs, key=lambda x: x[1]) == [(chain, 2), (chain, 3)]
+
+
+@pytest.mark.with_float64("it compares both")
+def test_the_length_of_a_trace_depends_on_float64():
+    trace = Trace().with_variable(Variable(mcf.bf16x3, "tensor"))
+    for _ in range(4):
+        trace = trace.then(Operation("sqrt", mcf.bf16x3, (0,), 0))
+    with mcf.without_float64():
+        assert trace.is_full
+    assert not trace.is_full
 
 
 def test_threads_that_read_and_write():
