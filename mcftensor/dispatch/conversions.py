@@ -7,7 +7,7 @@ dtype to the base dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.implicit_rounding import holds
 
 
-def _is_recorded(x: Any) -> bool:
+def _is_recorded(x: Any) -> TypeGuard[MCFTensor]:
     """Return whether gradients flow to a tensor that is a value."""
     return (
         isinstance(x, MCFTensor)
@@ -52,8 +52,7 @@ def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         options = {name: given for name, given in kwargs.items() if name != "tensor"}
         format = other._format.result
         if _is_recorded(x) and x.dtype != other.dtype:
-            source = x.format  # type: ignore[attr-defined]
-            return converted(x, source, format).to(other.device, *rest, **options)
+            return converted(x, x.format, format).to(other.device, *rest, **options)
         if not isinstance(x, MCFTensor) or not (x.requires_grad or x.dtype == other.dtype):
             return cast(x.to(other.device), format, *rest, **options)
     for given in (*args, *kwargs.values()):
@@ -137,9 +136,12 @@ def for_plain_target(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     Values that the plain tensor holds are converted first, and their gradients keep all terms.
     """
-    target, name = args[0], getattr(func, "__name__", "")
-    writes = name.startswith("__i") or name == "__setitem__" or name.endswith("_")
-    if not isinstance(target, Tensor) or not writes or not torch.is_grad_enabled():
+    target = args[0]
+    if not torch.is_grad_enabled() or not isinstance(target, Tensor):
+        return args
+    name = getattr(func, "__name__", "")
+    is_operator = name.endswith("__")
+    if not (name.startswith("__i") or name == "__setitem__" if is_operator else name.endswith("_")):
         return args
     return mapped(
         lambda x: (

@@ -119,3 +119,11 @@ def test_data_is_outside_of_autograd():
     assert x._version == version
     y.backward()
     assert x.data.components[0].data_ptr() == x.components[0].data_ptr()
+
+
+def test_operators_of_plain_tensors_are_no_writes():
+    """Their names end as those of methods that write."""
+    x = mcf.as_expansion(torch.tensor([2.5, 3.5]), mcf.fp32x2).requires_grad_()
+    plain = torch.tensor([7.0, 9.0], dtype=torch.float64)
+    for found in (plain // x, plain.__rsub__(x), plain.__rpow__(x)):
+        assert found.format is mcf.fp32x2
