@@ -27,7 +27,6 @@ from mcftensor.arithmetic.guarded import (
     div,
     exponent_of,
     finish,
-    gathered,
     mul,
     neg,
     polynomial,
@@ -38,7 +37,7 @@ from mcftensor.arithmetic.guarded import (
     times,
     where,
 )
-from mcftensor.arithmetic.trigonometry import from_multiple, half_turns, turn
+from mcftensor.arithmetic.trigonometry import half_turns, remainder, turn
 
 _LOG2_Z = -3
 """log2 of the distance from a zero within which the Taylor series is used."""
@@ -128,9 +127,7 @@ def _reflected(x: Terms, terms: int) -> tuple[Terms, Tensor, Terms, Tensor]:
     is_finite = torch.isfinite(leading)
     x = where(is_finite, x, one(leading))
     is_below = x[0] < 0.5
-    parts = [from_multiple(term) for term in x]
-    distance = gathered(parts, m)
-    distance = gathered([from_multiple(distance[0]), *distance[1:]], m)
+    distance = remainder(x, 1.0, m)
     return where(is_below, sub(one(leading), x, m), x), is_below, distance, is_finite
 
 

@@ -54,12 +54,18 @@ def of_remainder(r: Terms, is_cosine: Tensor, terms: int) -> Terms:
     return mul(value, where(is_cosine, one(r[0]), r), m)
 
 
-def from_multiple(x: Tensor, unit: float = 1.0) -> Tensor:
+def _from_multiple(x: Tensor, unit: float) -> Tensor:
     """x minus the nearest multiple of a power of two."""
     least = unit * 2.0 ** (precision_of(x) - 1)
     size = x.abs()
     rest = torch.where(size >= least, 0.0, size - ((size + least) - least))
     return torch.where(x < 0, -rest, rest)
+
+
+def remainder(x: Terms, unit: float, count: int) -> Terms:
+    """x minus the nearest multiple of a power of two, as `count` terms."""
+    rest = gathered([_from_multiple(term, unit) for term in x], count)
+    return gathered([_from_multiple(rest[0], unit), *rest[1:]], count)
 
 
 def turn(distance: Terms, terms: int) -> tuple[Terms, Terms]:
@@ -117,8 +123,7 @@ def half_turns(x: Terms) -> tuple[Terms, Terms]:
     terms, leading = len(x), x[0]
     m = terms + 1
     size = size_of(tuple(torch.where(torch.isfinite(leading), t, 0.0) for t in x))
-    rest = gathered([from_multiple(term, 2.0) for term in size], m)
-    rest = gathered([from_multiple(rest[0], 2.0), *rest[1:]], m)
+    rest = remainder(size, 2.0, m)
     is_negative = rest[0] < 0
     rest = size_of(rest)
     is_far = rest[0] > 0.5

@@ -14,7 +14,7 @@ from mcftensor.patches.table import by_name, patch
 from mcftensor.tensor.tensor import MCFTensor, number_in
 
 
-def _like(x: Any, other: Tensor) -> Any:
+def _like(x: Any, other: Any) -> Any:
     """Return a number or a plain tensor in the format of an expansion, and x in other cases."""
     if not isinstance(other, MCFTensor) or isinstance(x, (bool, MCFTensor)):
         return x
@@ -39,7 +39,7 @@ def _numbers_in_the_format(found: Callable[..., Any]) -> Callable[..., Any]:
 
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(found.__name__) is found:
-            module.broadcast_all = broadcast_all  # type: ignore[attr-defined]
+            setattr(module, found.__name__, broadcast_all)
     return broadcast_all
 
 
@@ -53,7 +53,7 @@ def _numbers_in_the_format(found: Callable[..., Any]) -> Callable[..., Any]:
 def _df_in_the_format(make: Callable[[], None], given: dict[str, Any]) -> None:
     if isinstance(given["df"], (int, float)):
         for name in ("covariance_matrix", "precision_matrix", "scale_tril"):
-            given["df"] = _like(given["df"], given.get(name))  # type: ignore[arg-type]
+            given["df"] = _like(given["df"], given.get(name))
     make()
 
 
