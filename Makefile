@@ -17,7 +17,11 @@ THREADS ?= 1
 PATIENT := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS)
 # Workers share the cores, so each computes in one thread.
 WORKING = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
-PYTEST = $(WORKING) --doctest-modules mcftensor tests
+# Tests of pages, studies, benchmarks and of other frameworks have targets of their own.
+OTHERS := pages studies benchmarks ecosystem
+CORE = --doctest-modules mcftensor tests $(OTHERS:%=--ignore=tests/%)
+# Kernels that tests compile stay here between runs; test-all begins without.
+export MCFTENSOR_TEST_CACHE ?= $(CACHE)/mcftensor-tests
 
 GPUS := /dev/nvidia0 /dev/kfd /dev/dxg
 # A PyTorch that finds the GPU here is built for its driver, and is used, whatever its release. Each
@@ -26,7 +30,7 @@ FITTING = $(if $(wildcard $(GPUS)),$(shell $(PYTHON) -c \
 	"import torch; print('torch' if torch.cuda.is_available() else '')" 2> /dev/null))
 UNPINNED = $(if $(FITTING),torch|triton,$(if $(wildcard $(GPUS)),triton,-))
 
-.PHONY: help install train train-peers study bert gpt2 findings bench judged works-with gpu gpu-at-hand test test-all test-without-double soak fuzz mutations lint docs serve pages package publish-docs clean
+.PHONY: help install train train-peers study bert gpt2 findings bench judged works-with gpu gpu-at-hand test test-pages test-studies test-all test-without-double soak fuzz mutations lint docs serve pages package publish-docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1|/' \
@@ -67,14 +71,22 @@ gpu: gpu-at-hand $(VENV)/benchmarks ## check and measure the GPU at hand, in twe
 gpu-at-hand:
 	@: $(if $(wildcard $(GPUS)),,$(error No GPU is at hand: this machine has none of $(GPUS), so there is nothing to measure))
 
-works-with: $(VENV)/ecosystem ## try the frameworks that people train with, for the page "Works with" (ARGS="name")
+works-with: $(VENV)/ecosystem ## test the library with the frameworks that people train with, and try them for the page "Works with" (ARGS="name")
+	$(WORKING) tests/ecosystem
 	HF_HUB_OFFLINE=1 $(PATIENT) $(BIN)/python benchmarks/works_with.py $(ARGS)
 
-test: $(VENV)/installed ## run the tests and the examples in docstrings, except tests marked slow (ARGS="-k name" goes to pytest)
-	$(PYTEST) $(ARGS)
+test: $(VENV)/installed ## run the tests of the library and the examples in docstrings, except slow cases (ARGS="-k name" goes to pytest)
+	$(WORKING) $(CORE) $(ARGS)
 
-test-all: $(VENV)/installed ## run all tests in random order (SEED=n repeats an order)
-	$(PYTEST) -m "" --random-order --random-order-seed=$(SEED) $(ARGS)
+test-pages: $(VENV)/installed ## run the code of pages and examples, and look at the site in a browser
+	$(WORKING) tests/pages $(ARGS)
+
+test-studies: $(VENV)/installed ## run the tests of studies and benchmarks
+	$(WORKING) tests/studies tests/benchmarks $(ARGS)
+
+test-all: $(VENV)/installed ## run all tests with all their cases in random order, without compiled code of earlier runs (SEED=n repeats an order)
+	rm -rf "$(MCFTENSOR_TEST_CACHE)"
+	$(WORKING) --doctest-modules mcftensor tests -m "" --random-order --random-order-seed=$(SEED) $(ARGS)
 	$(MAKE) test-without-double
 
 test-without-double: $(VENV)/installed ## run the tests of training, files, meters, tensors, numerics, formats, kernels, processes and more where each float64 tensor of the library raises

@@ -1,18 +1,18 @@
-"""Shared by all tests: devices, one thread, and compiler caches of this run's own."""
+"""Shared by all tests: devices, formats, one thread, and caches of compiled code."""
 
 import contextlib
 import gc
 import os
 import random
 import sys
-import tempfile
 from pathlib import Path
 
-# Before torch reads it: results of compilation by an earlier state of the code must not be used.
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
-    Path(tempfile.gettempdir()) / f"mcftensor-tests-{os.getppid()}"
-)
-os.environ["MCFTENSOR_CACHE_DIR"] = str(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "kernels"))
+from support import caches
+
+# Before torch reads it. Kernels stay between runs: their keys have the source, the compiler and the
+# processor. What torch compiles calls the library's operators by name, so it is of one source.
+os.environ["MCFTENSOR_CACHE_DIR"] = str(caches.folder() / "kernels")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches.of_this_source())
 
 # What tests start as programs of their own finds what they find.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -24,22 +24,19 @@ from hypothesis import settings
 
 import mcftensor as mcf
 from mcftensor.tensor import implicit_rounding
+from support.cases import (  # noqa: F401 (pytest finds them here)
+    pytest_generate_tests,
+    pytest_pycollect_makeitem,
+    pytest_runtest_protocol,
+)
 from support.helpers import a_step, requires_cuda
 from support.leftovers import remember, restore
 from support.no_float64 import NEEDS_FLOAT64, no_float64
 from support.ranks import RankPool
-from support.thinning import diagonals
 
 
 def pytest_addoption(parser) -> None:
     parser.addoption("--without-float64", action="store_true", help="the library makes no float64")
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
-def pytest_collection_modifyitems(items) -> None:
-    for item, diagonal in diagonals(items):
-        if diagonal % item.get_closest_marker("thinned").kwargs["of"]:
-            item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

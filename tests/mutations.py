@@ -1,21 +1,24 @@
 """Small changes that make the library wrong: some test must notice each.
 
-    python tests/mutations.py                              # a sample of all modules; hours
+    python tests/mutations.py                              # 300 mutants of all modules; hours
     python tests/mutations.py arithmetic/noise.py -n 20    # 20 mutants of a module
     python tests/mutations.py "formats/*" --all --list     # show all mutants of a folder
     python tests/mutations.py --seed 7                     # another sample
+    python tests/mutations.py --slow                       # with the cases of `make test-all`
 
-Each mutant is a copy of the package, with which the tests of its module run until one fails. Those
-that survive are shown. Each of them needs a test, or an entry in
-`tests/support/equivalent_mutants.py` that says why it cannot fail.
+Each mutant is a copy of the package, with which the tests of its module run until one fails: first
+those of the module's own name, then those of its folder. The mutants that survive are shown. Each
+of them needs a test, or an entry in `tests/support/equivalent_mutants.py` that says why it cannot
+fail. With `--record FILE`, each outcome is written down as it is known, and the same command goes
+on with the mutants that are left.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import itertools
+import json
 import os
 import random
 import shutil
@@ -39,10 +42,10 @@ PACKAGE = ROOT / "mcftensor"
 TESTS = {
     "arithmetic/*": "numerics test_fingerprint.py",
     "formats/*": "formats numerics test_fingerprint.py",
-    "passes/*": "tensor/test_tape*.py kernels",
-    "kernels/*": "kernels",
-    "dispatch/*": "tensor",
-    "tensor/*": "tensor",
+    "passes/*": "tensor/test_tape*.py kernels test_fingerprint.py",
+    "kernels/*": "kernels test_fingerprint.py",
+    "dispatch/*": "test_seams.py tensor test_fingerprint.py",
+    "tensor/*": "test_seams.py tensor",
     "training/*": "training",
     "checkpoint/*": "files",
     "meters/*": "meters",
@@ -62,12 +65,13 @@ def modules(patterns: Sequence[str] = ()) -> list[str]:
     return [x for x in chosen if any(fnmatch(x, p) for p in TESTS)]
 
 
-def tests_of(module: str) -> list[str]:
-    """The files and folders that should notice a mutant of a module, the likeliest first."""
+def tests_of(module: str) -> list[list[str]]:
+    """The files and folders that should notice a mutant of a module: its own, and the others."""
     own = sorted(ROOT.glob(f"tests/*/test_{Path(module).stem}.py"))
     names = TESTS[_pattern_of(module)].split()
     rest = [x for name in names for x in sorted(ROOT.glob(f"tests/{name}"))]
-    return [str(x.relative_to(ROOT)) for x in dict.fromkeys([*own, *rest])]
+    stages = own, [x for x in dict.fromkeys(rest) if x not in own]
+    return [[str(x.relative_to(ROOT)) for x in stage] for stage in stages if stage]
 
 
 def _pattern_of(module: str) -> str:
@@ -91,8 +95,11 @@ def unmatched(entries: Sequence[Equivalent]) -> list[Equivalent]:
     ]
 
 
-def run_tests(module: str, source: str, timeout: float | None = None) -> str:
-    """What the tests of a module say of another source of it."""
+def run_tests(
+    module: str, source: str, timeout: float | None = None, *, slow: bool = False
+) -> tuple[str, str]:
+    """What the tests of a module say of another source of it, and which of them fails."""
+    deadline = time.monotonic() + timeout if timeout else None
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         for path in ROOT.iterdir():
@@ -100,20 +107,30 @@ def run_tests(module: str, source: str, timeout: float | None = None) -> str:
                 (root / path.name).symlink_to(path)
         shutil.copytree(PACKAGE, root / "mcftensor")  # compiled modules too: they stay valid
         (root / "mcftensor" / module).write_text(source)
-        options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, *tests_of(module)], cwd=root,
-            env=os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+        for tests in tests_of(module):
+            left = deadline - time.monotonic() if deadline else None
+            outcome = _run(root, [*tests, *(["-m", ""] if slow else [])], left)
+            if outcome[0] != SURVIVED:
+                return outcome
+    return SURVIVED, ""
+
+
+def _run(root: Path, arguments: Sequence[str], timeout: float | None) -> tuple[str, str]:
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options, *arguments], cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
         try:
-            return KILLED if process.wait(timeout) else SURVIVED
+            text, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            return TIMED_OUT
+            return TIMED_OUT, ""
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    named = [x.split()[1] for x in text.splitlines() if x.startswith(("FAILED ", "ERROR "))]
+    return (KILLED if process.returncode else SURVIVED), named[0] if named else ""
 
 
 def sample(module: str, number: int | None, seed: int) -> list[Mutant]:
@@ -125,45 +142,78 @@ def sample(module: str, number: int | None, seed: int) -> list[Mutant]:
     return sorted(found, key=lambda x: next(places[x.kind]))[:number]
 
 
+def spread(chosen: Sequence[str], total: int, seed: int) -> dict[str, list[Mutant]]:
+    """So many mutants of all modules, one of each module before any has a second."""
+    shuffled = random.Random(seed).sample(chosen, len(chosen))
+    rows = itertools.zip_longest(*(sample(x, None, seed) for x in shuffled))
+    pairs = ((x, m) for row in rows for x, m in zip(shuffled, row, strict=True) if m)
+    found: dict[str, list[Mutant]] = {x: [] for x in chosen}
+    for module, mutant in itertools.islice(pairs, total):
+        found[module].append(mutant)
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try the chosen mutants. The status is 1 if one survives."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("modules", nargs="*", help="patterns of paths within the package (all)")
-    parser.add_argument("-n", "--number", type=int, default=2, help="mutants of each module (2)")
-    parser.add_argument("--all", action="store_true", help="all mutants of each module")
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument("--total", type=int, default=300, help="mutants of all modules (300)")
+    number.add_argument("-n", "--number", type=int, help="mutants of each module")
+    number.add_argument("--all", action="store_true", help="all mutants of each module")
     parser.add_argument("--seed", type=int, default=0, help="chooses the sample (0)")
+    parser.add_argument("--slow", action="store_true", help="run the slow cases too")
     parser.add_argument("--workers", type=int, default=1, help="mutants tried side by side (1)")
+    parser.add_argument("--record", type=Path, help="a file for the outcomes, to go on from")
     parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
     options = parser.parse_args(arguments)
-    survived, tried, timeouts = 0, 0, {}
-    for module in modules(options.modules):
+    names = modules(options.modules)
+    if options.all or options.number:
+        chosen = {x: sample(x, options.number, options.seed) for x in names}
+    else:
+        chosen = spread(names, options.total, options.seed)
+    record = options.record
+    lines = record.read_text().splitlines() if record and record.exists() else []
+    known = {x["mutant"]: x for x in map(json.loads, lines)}
+    survived, tried, timeouts = [], Counter(), {}
+    for module, several in chosen.items():
         source = (PACKAGE / module).read_text()
-        chosen = sample(module, None if options.all else options.number, options.seed)
-        differences = [x.difference(source, module) for x in chosen]
-        if options.list or not chosen:
+        differences = [x.difference(source, module) for x in several]
+        if options.list:
             print(*differences, sep="\n")
             continue
         pattern = _pattern_of(module)
-        if pattern not in timeouts:
+        if pattern not in timeouts and not known.keys() >= {*differences}:
             start = time.monotonic()
-            if run_tests(module, source) != SURVIVED:
-                print(f"{module}: {BROKEN}: {' '.join(tests_of(module))}")
+            if run_tests(module, source, slow=options.slow)[0] != SURVIVED:
+                print(f"{module}: {BROKEN}: {tests_of(module)}")
                 return 1
             timeouts[pattern] = PATIENCE + 3 * (time.monotonic() - start)
-        run = functools.partial(run_tests, module, timeout=timeouts[pattern])
+
+        def outcome(mutant: Mutant, difference: str, module=module, source=source) -> str:
+            if difference not in known:
+                limit = timeouts[_pattern_of(module)]
+                found = run_tests(module, mutant.applied(source), limit, slow=options.slow)
+                entry = {"mutant": difference, "outcome": found[0], "test": found[1]}
+                known[difference] = entry
+                if record:
+                    with record.open("a") as file:
+                        print(json.dumps(entry), file=file)
+            return known[difference]["outcome"]
+
         with ThreadPoolExecutor(options.workers) as pool:
-            outcomes = list(pool.map(run, [x.applied(source) for x in chosen]))
+            outcomes = list(pool.map(outcome, several, differences))
         counts = Counter(outcomes)
         print(f"{module:40} " + ", ".join(f"{counts[x]} {x}" for x in sorted(counts)), flush=True)
         survivors = [x for x, what in zip(differences, outcomes, strict=True) if what == SURVIVED]
         print(*survivors, sep="\n", flush=True)
-        survived += len(survivors)
-        tried += len(chosen)
+        survived += survivors
+        tried += counts
     if not options.list:
-        print(f"{survived} of {tried} mutants survive")
-    return int(survived > 0)
+        print(f"{len(survived)} of {tried.total()} mutants survive")
+    return int(bool(survived))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import builtins
 import copy
 import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -46,7 +46,7 @@ class Mutant:
     kind: str
     old: str
     new: str
-    node: ast.expr | ast.stmt
+    node: ast.expr | ast.stmt = field(compare=False)
 
     def applied(self, source: str) -> str:
         """The changed source, whose remaining text is the same."""

@@ -16,7 +16,7 @@ operators = pytest.importorskip("common.operators")
 FORMATS = [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2]
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.slow  # test_seams.py takes operators by turns
 @pytest.mark.parametrize("name", operators.OPERATORS)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 def test_operator(name, format):

@@ -93,7 +93,25 @@ def test_every_pattern_has_modules_and_tests():
     for pattern in mutations.TESTS:
         chosen = mutations.modules([pattern])
         assert chosen
-        assert all(len(mutations.tests_of(module)) > 0 for module in chosen)
+        for module in chosen:
+            stages = mutations.tests_of(module)
+            assert stages
+            assert all((mutations.ROOT / x).exists() for stage in stages for x in stage)
+
+
+def test_tests_of_its_own_name_come_first():
+    own, others = mutations.tests_of("arithmetic/eft.py")
+    assert own == ["tests/numerics/test_eft.py"]
+    assert "tests/numerics" in others
+
+
+def test_a_sample_takes_one_mutant_of_each_module_before_a_second():
+    names = mutations.modules()
+    found = mutations.spread(names, 50, seed=0)
+    assert found == mutations.spread(names, 50, seed=0)
+    counts = [len(x) for x in found.values()]
+    assert (sum(counts), set(counts)) == (50, {0, 1})
+    assert found != mutations.spread(names, 50, seed=1)
 
 
 @pytest.fixture
@@ -113,30 +131,36 @@ def package(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("body", "timeout", "expected"),
     [
-        ("return x < 2", None, mutations.SURVIVED),
-        ("return None", None, mutations.KILLED),
-        ("while True: pass", 3, mutations.TIMED_OUT),
+        ("return x < 2", None, (mutations.SURVIVED, "")),
+        ("return None", None, (mutations.KILLED, "tests/part/test_one.py::test_one")),
+        ("while True: pass", 3, (mutations.TIMED_OUT, "")),
     ],
 )
 def test_tests_of_a_mutant(package, body, timeout, expected):
     assert mutations.run_tests("part/one.py", f"def f(x):\n    {body}\n", timeout) == expected
 
 
-def test_survivors_are_shown(package, capsys, monkeypatch):
-    def run(module, source, timeout=None):
-        return mutations.KILLED if "None" in source else mutations.SURVIVED
+def test_survivors_are_shown(package, capsys, monkeypatch, tmp_path):
+    tried = []
+
+    def run(module, source, timeout=None, *, slow):
+        tried.append(source)
+        return (mutations.KILLED if "None" in source else mutations.SURVIVED), ""
 
     monkeypatch.setattr(mutations, "run_tests", run)
-    assert mutations.main(["--all", "--workers", "2"]) == 1
-    shown = capsys.readouterr().out
-    assert "3 SURVIVED, 1 killed" in shown
-    assert "3 of 4 mutants survive" in shown
-    assert "+    return (x <= 1)" in shown
+    record = ["--record", str(tmp_path / "record.jsonl")]
+    for _ in range(2):
+        assert mutations.main(["--all", "--workers", "2", *record]) == 1
+        shown = capsys.readouterr().out
+        assert "3 SURVIVED, 1 killed" in shown
+        assert "3 of 4 mutants survive" in shown
+        assert "+    return (x <= 1)" in shown
+    assert len(tried) == 1 + 4  # the module as it is, and each mutant once
     assert mutations.main(["-n", "1"]) == 1
     assert " of 1 mutants survive" in capsys.readouterr().out
 
 
 def test_tests_have_to_pass_before(package, capsys, monkeypatch):
-    monkeypatch.setattr(mutations, "run_tests", lambda *_: mutations.KILLED)
+    monkeypatch.setattr(mutations, "run_tests", lambda *_, **__: (mutations.KILLED, ""))
     assert mutations.main([]) == 1
     assert mutations.BROKEN in capsys.readouterr().out

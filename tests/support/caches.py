@@ -1,0 +1,32 @@
+"""The folder of code that tests compile, and what is kept in it between runs."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def folder() -> Path:
+    """Return `MCFTENSOR_TEST_CACHE`, or a folder in the user's cache."""
+    named = os.environ.get("MCFTENSOR_TEST_CACHE")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(named).absolute() if named else home / "mcftensor-tests"
+
+
+def of_this_source() -> Path:
+    """Return the folder for code that PyTorch compiles with this source of the library.
+
+    Folders of other sources are removed a day after their last run began.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(ROOT.glob("mcftensor/**/*.py")):
+        digest.update(path.read_bytes())
+    own = folder() / f"torch-{digest.hexdigest()[:16]}"
+    own.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own.touch()
+    for path in folder().glob("torch-*"):
+        if own.stat().st_mtime - path.stat().st_mtime > 24 * 60 * 60:
+            shutil.rmtree(path, ignore_errors=True)
+    return own
