@@ -15,12 +15,14 @@ BIN := $(VENV)/bin
 # times as long: they spin while they wait for each other.
 THREADS ?= 1
 PATIENT := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS)
-# Workers share the cores, so each computes in one thread.
-WORKING = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
+# Workers share the cores, so each computes in one thread. Python keeps its bytecode: each of the many
+# programs that tests start would compile the package anew.
+WORKING = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS) \
+	--dist worksteal
 # Tests of pages, studies, benchmarks and of other frameworks have targets of their own.
 OTHERS := pages studies benchmarks ecosystem
 CORE = --doctest-modules mcftensor tests $(OTHERS:%=--ignore=tests/%)
-# Kernels that tests compile stay here between runs; test-all begins without.
+# Kernels that tests compile stay here between runs and workers; test-all begins without.
 export MCFTENSOR_TEST_CACHE ?= $(CACHE)/mcftensor-tests
 
 GPUS := /dev/nvidia0 /dev/kfd /dev/dxg

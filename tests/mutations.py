@@ -19,11 +19,11 @@ import argparse
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +31,10 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
+from multiprocessing.connection import Connection
 from pathlib import Path
+
+import pytest
 
 from support.equivalent_mutants import EQUIVALENT, Equivalent
 from support.mutants import Mutant, mutants
@@ -115,22 +118,45 @@ def run_tests(
     return SURVIVED, ""
 
 
+class _FirstFailure:
+    """A plugin of pytest: what fails first."""
+
+    name = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.name = self.name or (report.nodeid if report.failed else "")
+
+
 def _run(root: Path, arguments: Sequence[str], timeout: float | None) -> tuple[str, str]:
+    """Run pytest in a fork of a process that has imported what takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["support.preloaded"])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_tests, args=(root, arguments, theirs))
+    process.start()
+    theirs.close()
+    outcome = TIMED_OUT, ""
+    with contextlib.suppress(EOFError):
+        if ours.poll(timeout):
+            status, name = ours.recv()
+            outcome = (KILLED if status else SURVIVED), name
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    return outcome
+
+
+def _tests(root: Path, arguments: Sequence[str], pipe: Connection) -> None:
+    os.setpgrp()  # what it starts ends with it
+    os.chdir(root)
+    sys.path[:] = [str(root), *(x for x in sys.path if x != str(ROOT))]
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(quiet, stream)
+    first = _FirstFailure()
     options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *arguments], cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            text, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            return TIMED_OUT, ""
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    named = [x.split()[1] for x in text.splitlines() if x.startswith(("FAILED ", "ERROR "))]
-    return (KILLED if process.returncode else SURVIVED), named[0] if named else ""
+    status = pytest.main([*options, *arguments], plugins=[first])
+    pipe.send((int(status), first.name))
 
 
 def sample(module: str, number: int | None, seed: int) -> list[Mutant]:

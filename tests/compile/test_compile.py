@@ -323,7 +323,7 @@ FUSED, FOREACH, FOR_LOOP = {"fused": True}, {"foreach": True}, {"foreach": False
 
 @pytest.mark.filterwarnings("ignore:.*Profiler.*")
 class TestOptimizerSteps:
-    @pytest.mark.thinned(of=3)
+    @pytest.mark.thinned(of=9)
     @pytest.mark.parametrize("mode", ["light", "plus", "full"])
     @pytest.mark.parametrize(
         ("kind", "keywords"),
@@ -358,7 +358,7 @@ class TestOptimizerSteps:
         for p, q in zip(expected, found, strict=True):
             assert_same_terms(p, q)
 
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=4)
     @pytest.mark.parametrize("mode", ["plus", "full"])
     @pytest.mark.parametrize("path", [FOREACH, FOR_LOOP], ids=["foreach", "loop"])
     def test_adamw_compiled_whole(self, path, mode):

@@ -37,6 +37,7 @@ def inside(optimizer, scheduler):
     return function
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("mode", [None, "plus"])
 @pytest.mark.parametrize("path", PATHS, ids=str)
 def test_no_graph_and_no_recompilation_where_the_rate_changes(path, mode):

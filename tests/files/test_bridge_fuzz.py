@@ -145,7 +145,7 @@ def fuzz(layout, rounds, seed, folder):
     return read
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=9)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_damaged(layout, tmp_path):
     read = fuzz(layout, 25, 0, tmp_path)

@@ -75,7 +75,7 @@ def trained(format=mcf.bf16x2, mode=None, steps=3):
     return Trained(mcf.as_expansion(new(), format), mode).train(steps, seed=1)
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=9)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: getattr(f, "name", "default"))
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)

@@ -9,6 +9,7 @@ import torch
 
 import mcftensor as mcf
 from support import resuming
+from support.cases import cases_of
 from support.helpers import assert_same_bits
 from support.resuming import RUNS, Run
 
@@ -19,10 +20,9 @@ def gone_on(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     is_without = request.config.getoption("--without-float64")
     with mcf.without_float64() if is_without else contextlib.nullcontext():
-        for item in request.session.items:
-            if getattr(item, "function", None) is test_goes_on_to_the_bit:
-                i = item.callspec.params["i"]
-                Run(*RUNS[i], seed=i).train(10).save(folder, f"run{i}")
+        for case in cases_of(request.session, test_goes_on_to_the_bit):
+            i = case.callspec.params["i"]
+            Run(*RUNS[i], seed=i).train(10).save(folder, f"run{i}")
     command = [sys.executable, resuming.__file__, folder, *["--without-float64"] * is_without]
     subprocess.run(command, check=True, timeout=300)
     return folder

@@ -163,6 +163,7 @@ class TestConversion:
                 x = mcf.as_expansion(torch.ones(shape), format)
                 assert torch.equal(numbers(x), torch.ones(shape, dtype=torch.float64))
 
+    @pytest.mark.thinned(of=2)
     @over(only=lambda f: not propagates(f))
     @pytest.mark.parametrize("other", [mcf.fp32x2, mcf.bf16i16, mcf.bf16x3], ids=lambda f: f.name)
     def test_from_other_formats_and_into_them(self, format, other):
@@ -309,6 +310,7 @@ class TestArithmetic:
         assert found.format is format
         assert_near(found, expected, 2 * loss(format))
 
+    @pytest.mark.thinned(of=2)
     @over()
     @by(TO_FLOAT64)
     def test_reductions_and_functions(self, format, do):
@@ -318,6 +320,7 @@ class TestArithmetic:
         bound = 16 * max(last, 2.0**-50)
         assert ((numbers(found) - expected).abs() <= bound * expected.abs().max()).all()
 
+    @pytest.mark.thinned(of=2)
     @over()
     @by(SAME)
     def test_comparisons(self, format, do):
@@ -486,7 +489,7 @@ def taken(format, halved):
 class TestStructure:
     @over()
     @by(VIEWS)
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=4)
     def test_views_keep_the_format_and_share_memory(self, format, do):
         x, exact = taken(format, True)
         y = do(x)
@@ -519,7 +522,7 @@ class TestStructure:
 
     @over()
     @by(ACROSS)
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=4)
     def test_views_across_rows(self, format, do):
         """Whole blocks alone are viewed; other formats are viewed in any way."""
         x, exact = taken(format, True)
@@ -553,7 +556,7 @@ class TestStructure:
     @over()
     @by(WHOLE_COPIES)
     @pytest.mark.parametrize("shape", [(4, 40), (2, 3, 11), (0, 7), (3, 0)], ids=str)
-    @pytest.mark.thinned(of=4)
+    @pytest.mark.thinned(of=12)
     def test_copies_go_on_as_the_original_does(self, format, do, shape):
         """They keep all that is stored, counts of writes too, in memory of their own."""
         if do is WHOLE_COPIES["pickle"] and not makes(format, "pickles"):
@@ -587,7 +590,7 @@ class TestStructure:
 
     @over()
     @by(COPIES_ACROSS)
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=4)
     def test_copies_across_rows(self, format, do):
         for is_halved in (False, True):
             x, exact = taken(format, is_halved)
@@ -668,7 +671,7 @@ def values(x, *shape):
 class TestWritesIntoPlaces:
     @over()
     @by(WRITES)
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=6)
     def test_round_to_nearest_and_do_not_count(self, format, do):
         for is_halved in (False, True):
             x, exact = taken(format, is_halved)

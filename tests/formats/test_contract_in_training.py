@@ -63,12 +63,14 @@ def momentum(weights, **options):
 
 
 class TestSteps:
+    @pytest.mark.thinned(of=3)
     @over("parameters")
     @pytest.mark.parametrize("path", PATHS)
     @pytest.mark.parametrize("kind", [torch.optim.AdamW, momentum], ids=["AdamW", "SGD"])
     def test_small_tensors(self, format, path, kind):
         self.check(format, SMALL, path, kind)
 
+    @pytest.mark.thinned(of=3)
     @over("parameters")
     @pytest.mark.parametrize("path", PATHS)
     def test_large_tensors(self, format, path):
@@ -102,7 +104,7 @@ class TestSteps:
     @over("parameters", "modes")
     @pytest.mark.parametrize("path", PATHS)
     @pytest.mark.parametrize("mode", ["full", "plus", "light", "compact"])
-    @pytest.mark.thinned(of=3)
+    @pytest.mark.thinned(of=6)
     def test_modes(self, format, mode, path):
         p = parameter(format, 6, 64)
         q = nn.Parameter(numbers(p))
@@ -146,6 +148,7 @@ def converted(format, seed=0):
 
 
 class TestFiles:
+    @pytest.mark.thinned(of=3)
     @over("parameters", "pickles")
     @pytest.mark.parametrize("protocol", [2, 3, pickle.HIGHEST_PROTOCOL])
     def test_parameters_stay_parameters(self, format, protocol):
@@ -171,6 +174,7 @@ class TestFiles:
         mcf.save_file({"x": x}, tmp_path / "x.safetensors")
         assert_same(mcf.load_file(tmp_path / "x.safetensors")["x"], x)
 
+    @pytest.mark.thinned(of=3)
     @over("parameters")
     @pytest.mark.parametrize("kind", ["torch", "safetensors", "state dict"])
     def test_models(self, format, kind, tmp_path):
@@ -189,7 +193,7 @@ class TestFiles:
 
     @over("parameters")
     @pytest.mark.parametrize("path", PATHS)
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=6)
     def test_a_run_goes_on_with_the_same_bits(self, format, path):
         """Whatever the generator has drawn, unless rounding draws from it."""
 
@@ -274,6 +278,7 @@ class TestAutograd:
                     write(do(p))
         assert contract.bits(p) == before
 
+    @pytest.mark.thinned(of=2)
     @over("parameters")
     def test_training_goes_down(self, format):
         model = converted(format)
@@ -295,6 +300,7 @@ class TestCompiler:
     def fresh_compiler(self):
         torch.compiler.reset()
 
+    @pytest.mark.thinned(of=5)
     @over()
     def test_an_update(self, format):
         def update(x, g):
@@ -322,6 +328,7 @@ class TestCompiler:
             assert_same(y, x)
             assert_same(found, expected)
 
+    @pytest.mark.thinned(of=4)
     @over("parameters", "plain gradients")
     def test_a_module(self, format):
         model = converted(format)
@@ -332,6 +339,7 @@ class TestCompiler:
         found.float().sum().backward()
         assert all(type(p.grad) is torch.Tensor for p in model.parameters())
 
+    @pytest.mark.thinned(of=4)
     @over("parameters", "plain gradients", only=lambda f: f.rounding != "stochastic")
     def test_a_step(self, format):
         p = parameter(format, 5, 7)

@@ -228,6 +228,7 @@ def decode8(vectors, scalars, index):
     return [pattern.view(torch.float32)]
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(
     ("encode", "decode", "tail"),

@@ -125,6 +125,7 @@ def test_a_launch_that_raises_is_told(monkeypatch):
     assert str(line) == "FAIL  group: 1 of 1: RuntimeError: CUDA error: misaligned address"
 
 
+@pytest.mark.slow
 def test_a_device_without_float64_gets_a_report():
     with pretended("mps", has_float64=False) as device:
         said = list(map(str, device_report.report(device.device, compiled=False)))

@@ -450,12 +450,13 @@ def marked(name, is_slow):
     return pytest.param(name, marks=marks)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=8)
 @pytest.mark.parametrize("name", [marked(x, x in SLOW) for x in SCENARIOS])
 def test_on_cuda(name):
     runs_alike(name, "cuda")
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -471,6 +472,7 @@ def test_on_xpu(name):
 DEFAULTS = ("operations-mxfp8", "other_operators-bf16x2", "steps-Rprop-foreach", "edq-expansions")
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("name", [marked(x, x not in DEFAULTS) for x in SCENARIOS])
 def test_with_the_device_as_default(name):
     """`torch.set_default_device("cuda")`: PyTorch makes tensors there that name no device."""
@@ -516,6 +518,7 @@ def test_nobody_waits_for_numbers_in_masks(format):
     assert runs_alike(f"numbers_into_masks-{format}", "cuda").waits == set()
 
 
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize(
     "where",
     [

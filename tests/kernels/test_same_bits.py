@@ -68,7 +68,7 @@ def trained(kind, format, layout, name, threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.thinned(of=11)
+@pytest.mark.thinned(of=33)
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)

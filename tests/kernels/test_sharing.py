@@ -46,7 +46,7 @@ def stored(format, x, key=5):
     return made
 
 
-@pytest.mark.thinned(of=5)
+@pytest.mark.thinned(of=10)
 @by_way
 @by_format
 @pytest.mark.parametrize("shape", [(33, 32), (7, 160), (3, 64, 5)])
@@ -54,6 +54,7 @@ def test_encoding(name, format, shape):
     same(name, lambda: stored(format, hard(format, *shape)))
 
 
+@pytest.mark.thinned(of=3)
 @by_way
 @by_format
 @pytest.mark.parametrize("shape", [(33, 32), (7, 160)])

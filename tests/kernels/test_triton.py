@@ -56,7 +56,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.thinned(of=5)
+@pytest.mark.thinned(of=10)
 @pytest.mark.parametrize(("name", "operation"), CASES)
 def test_every_operation(name, operation):
     format = mcf.Format.from_name(name)
@@ -132,6 +132,7 @@ def test_fused_steps_over_what_is_stored(kind, formats, name):
     same(name, step, kind, formats)
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("name", STORED)
 def test_what_is_stored_is_decoded(name):
     same("triton", decoded, name, *all_stored(name))
@@ -145,6 +146,7 @@ def test_numbers_are_encoded(name, dtype):
     same("triton", encoded, name, *(patterns(dtype, length) for length in (5003, 7, 1)))
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize(
     ("name", "operation"),
     [(name, operation) for name in ("bf16x2", "bf16x3", "fp16x2") for operation in OPERATIONS],

@@ -20,7 +20,7 @@ def test_all_classes_of_torch_are_here():
     assert {case.values[0] for case in CASES} == set(OPTIMIZERS)
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=12)
 @pytest.mark.parametrize("kind", [*PLAIN, mcf.bf16x2, mcf.bf16x3], ids=str)
 @pytest.mark.parametrize(("cls", "flags"), CASES)
 def test_torch_optimizers(cls, flags, kind):

@@ -59,7 +59,7 @@ def bytes_of(x):
 # ---------------------------------------------------------------------------- predicted, measured
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=12)
 @pytest.mark.parametrize("mode", [None, "light", "plus", "full", "plain"])
 @pytest.mark.parametrize(("cls", "flags"), CASES)
 def test_what_is_predicted_is_there_after_a_step(cls, flags, mode):
@@ -79,6 +79,7 @@ def test_what_is_predicted_is_there_after_a_step(cls, flags, mode):
     assert found.bytes_of("buffers") == sum(b.nbytes for b in model.buffers())
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("kind", [*mcf.formats.FORMATS, *STORED, *SCALED], ids=lambda f: f.name)
 def test_formats(kind):
     model = mcf.as_expansion(small_model(), kind)

@@ -46,6 +46,7 @@ def assert_rounded_once(x, source, target):
         assert abs(Fraction(terms[-1]) - rest) <= max(spacing, least)
 
 
+@pytest.mark.thinned(of=3)
 @every_pair
 def test_hard_cases(source, target):
     rng = np.random.default_rng(0)

@@ -276,6 +276,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.thinned(of=2)
 @FORMATS
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_functions_of_differences(name, format):

@@ -464,6 +464,7 @@ def step_samples(ops):
     yield ops.unscale_, ([*v], "bf16x2", scale)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.unwatched("opcheck's own modes do not work under the mode that watches")
 @pytest.mark.parametrize(("operator", "arguments"), [*operator_samples()])
 def test_operators_keep_pytorchs_rules(operator, arguments):

@@ -41,6 +41,7 @@ def precise():
         yield
 
 
+@pytest.mark.thinned(of=4)
 @by_format
 @pytest.mark.parametrize("name", [*FUNCTIONS, *PAIRS])
 def test_functions(name, format):
@@ -128,6 +129,7 @@ def assert_like_float64(found, expected, name):
         assert (tail[~leading.isfinite()] == 0).all(), name
 
 
+@pytest.mark.thinned(of=2)
 @by_format
 def test_special_values(format):
     plain = torch.tensor(SPECIAL, dtype=torch.float64).to(format.dtype)
@@ -204,6 +206,7 @@ DIFFERENTIATED = {
 }
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize(
     "format",
     [mcf.fp64x2, pytest.param(mcf.fp32x3, marks=pytest.mark.slow)],
@@ -379,6 +382,7 @@ COMPOSED = {
 }
 
 
+@pytest.mark.thinned(of=2)
 @by_format
 @pytest.mark.parametrize("name", COMPOSED)
 def test_composed_functions(name, format):

@@ -235,6 +235,7 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.thinned(of=6)
 @over_floats
 @pytest.mark.parametrize("pattern", [bit_patterns, normal, ill_conditioned])
 def test_neither_order_nor_threads_nor_blocks_change_a_bit(dtype, pattern, threads, way):
@@ -280,6 +281,7 @@ def test_accumulators_of_several_types_merge():
     assert is_nearest(rounded_sum(accumulate_all(parts), torch.float64), exact)
 
 
+@pytest.mark.thinned(of=2)
 @over_floats
 def test_on_the_host(dtype):
     """Small numbers and large ones, whose squares no float32 holds, and special ones."""
@@ -313,6 +315,7 @@ def test_a_million_terms_of_all_exponents():
 # ------------------------------------------------------------------------------- shapes and strides
 
 
+@pytest.mark.thinned(of=4)
 @over_floats
 @pytest.mark.parametrize("dim", [None, 0, 1, -1, (0, 2), (-1, 0), (0, 1, 2), ()])
 @pytest.mark.parametrize("keepdim", [False, True])
@@ -421,6 +424,7 @@ def a_batch(dtype=torch.float64):
     return x.requires_grad_()
 
 
+@pytest.mark.thinned(of=3)
 @over_functions
 def test_gradients(name):
     assert gradcheck(FUNCTIONS[name], (a_batch(),))

@@ -161,6 +161,7 @@ def test_sqrt(f):
     assert within("sqrt", f, sqrt_error(result, x))
 
 
+@pytest.mark.thinned(of=2)
 @every_format
 def test_fma(f):
     x, y, z = operands(f, 5)
@@ -253,6 +254,7 @@ def composite(name, f, x, a, b, value):
     return apply(name, x, a, b, value) if name != "lerp" else apply(name, x, a, value)
 
 
+@pytest.mark.thinned(of=3)
 @every_format
 @pytest.mark.parametrize("name", ["addcmul", "addcdiv", "lerp"])
 def test_composite_operations(f, name):
@@ -465,7 +467,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @every_format
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_broadcasting(f, shapes):

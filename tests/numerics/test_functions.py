@@ -29,6 +29,7 @@ def _marked(names):
 by_name = pytest.mark.parametrize("name", _marked(functions.FUNCTIONS))
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("format", [mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
 @pytest.mark.parametrize("name", _marked(x for x in functions.FUNCTIONS if "bessel_k" not in x))
 def test_function(name, format):
@@ -47,6 +48,7 @@ def test_function_at_many_points(name, format):
 by_name_of_two = pytest.mark.parametrize("name", _marked(functions.OF_TWO))
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("format", [mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
 @by_name_of_two
 def test_function_of_two(name, format):

@@ -93,6 +93,7 @@ def at(function, *columns):
         return list(map(of, *columns))
 
 
+@pytest.mark.thinned(of=3)
 @by_format
 @pytest.mark.parametrize(
     "name",
@@ -131,6 +132,7 @@ OF_TWO = {
 }
 
 
+@pytest.mark.thinned(of=3)
 @by_format
 @pytest.mark.parametrize("name", OF_TWO)
 def test_functions_of_two(name, format):

@@ -208,6 +208,7 @@ def test_values_and_gradients_against_float64(name, dtype):
 COMPILED = ("logsumexp", "columns", "several", "probabilities", "kl-rows-True")
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*COMPILED, "cross_entropy-mean-True-0.125"])
 @pytest.mark.filterwarnings("ignore:<class .torch.autograd.function:DeprecationWarning")  # torch's

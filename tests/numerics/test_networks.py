@@ -106,6 +106,7 @@ def test_the_bound_of_add2_is_reached(dtype):
     assert 2.9 < error[0] <= 3 / (1 - 4 * unit)
 
 
+@pytest.mark.thinned(of=2)
 @every
 def test_mul(dtype, terms):
     x, y, _ = operands(dtype, terms, 1)
@@ -130,6 +131,7 @@ def test_the_bound_of_mul2_is_nearly_reached(dtype):
     assert 0.8 * 4 <= mul_error(result, x, y).max() <= 4
 
 
+@pytest.mark.thinned(of=2)
 @every
 def test_fma(dtype, terms):
     x, y, z = operands(dtype, terms, 3)
@@ -156,6 +158,7 @@ def test_fma(dtype, terms):
     assert slack.max() <= half / 256 + 2 * rest + underflow
 
 
+@pytest.mark.thinned(of=2)
 @every
 def test_div(dtype, terms):
     x, y, _ = operands(dtype, terms, 4)
@@ -171,6 +174,7 @@ def test_div(dtype, terms):
     assert 0.9 * half <= div_error(result, x, y).max() <= half + rest
 
 
+@pytest.mark.thinned(of=2)
 @every
 def test_sqrt(dtype, terms):
     x, _, _ = operands(dtype, terms, 5)
@@ -191,6 +195,7 @@ def test_sqrt_by_digits_serves_two_terms_too(dtype):
     assert 0.45 <= sqrt_error(result, x).max() <= 1 / 2 + 16 * u(dtype)
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("count", [2, 3, 4, 6, 10, 13])
 @pytest.mark.parametrize("terms", [2, 3, 4, 6])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -120,6 +120,7 @@ def _half_ulp(x: float, dtype: torch.dtype) -> Fraction:
     return Fraction(2) ** max(exponent - PRECISION[dtype], LEAST[dtype]) / 2
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 64])
 def test_any_bits(dtype, count):
@@ -224,6 +225,7 @@ FILLS = [
 ]
 
 
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("name", FILLS)
 @pytest.mark.parametrize("count", [1, 8, 100, 1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_filled_as_reproblas_fills_vectors(name, count):
@@ -308,6 +310,7 @@ def test_all_terms_at_their_most():
             assert_right(terms, count)
 
 
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("count", [2, 8, 4000, 100_000])
 def test_two_terms_of_16_bits(dtype, count):

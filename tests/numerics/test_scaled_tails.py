@@ -118,7 +118,7 @@ def test_every_code_with_every_tail_comes_back(format):
     assert fractions(format.decode(part)[0]) == exact(part, format)
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @over_both
 @pytest.mark.parametrize("share", [None, 0.0, 0.5, 1 - 2.0**-20])
 def test_numbers_are_rounded_once(format, share):

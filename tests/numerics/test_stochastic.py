@@ -76,6 +76,7 @@ def many(f, number, device="cpu", count=DRAWS):
 # -------------------------------------------------------------------------------------- the mean
 
 
+@pytest.mark.thinned(of=3)
 @every_format
 def test_arithmetic_is_right_in_the_mean(f, device):
     p, q = Fraction(10, 3), Fraction(-7, 9)
@@ -92,6 +93,7 @@ def test_arithmetic_is_right_in_the_mean(f, device):
         assert_no_error_in_the_mean(result, exact)
 
 
+@pytest.mark.thinned(of=3)
 @every_format
 def test_quotients_and_roots_are_right_in_the_mean(f, device):
     # No expansion holds the exact result; a far longer one comes near enough.
@@ -103,6 +105,7 @@ def test_quotients_and_roots_are_right_in_the_mean(f, device):
     assert_no_error_in_the_mean(x.sqrt(), root)
 
 
+@pytest.mark.thinned(of=3)
 @every_format
 def test_conversions_are_right_in_the_mean(f, device):
     for number in (Fraction(-1, 3), 1 + Fraction(1, 3**60), Fraction(2, 7) ** 3):

@@ -52,6 +52,7 @@ EXACT = {
 }
 
 
+@pytest.mark.thinned(of=2)
 @by_format
 @pytest.mark.parametrize("name", EXACT)
 def test_whole_numbers(name, format):

@@ -12,7 +12,7 @@ from mcftensor.training import shadow
 
 FUNCTIONS = (
     "EDQ Format MCFTensor PrecisionSchedule accumulate_gradients apply_deltas as_expansion "
-    "as_plain change_format collage deltas finfo fma load_file order_free_gradients prepare "
+    "as_plain change_format collage deltas fast_products finfo fma load_file order_free_gradients prepare "
     "save_file selfcheck step_in_backward when_rounded without_float64"
 )
 FORMATS = (

@@ -64,6 +64,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_of_an_optimizer(name):

@@ -15,9 +15,9 @@ import torch
 
 import mcftensor as mcf
 import pretrain
+from mcftensor.kernels import fast_products
 from pretraining import report, strategies, text, training
-from pretraining.half import FastHalf
-from pretraining.model import GPT, Shape
+from pretraining.model import GPT, Shape, loss
 from pretraining.run import Run
 from pretraining.strategies import (
     HALVES,
@@ -26,6 +26,7 @@ from pretraining.strategies import (
     bytes_per_parameter,
     parameters_of,
 )
+from pretraining.training import progress_bar
 from support.commands import assert_one_line, exit_status
 from support.pretrain_runs import write_poem
 
@@ -267,8 +268,9 @@ def test_float16_weights_serve_as_they_train():
     for strategy in HALVES:
         settings = {"steps": 6, "lr": 1e-2, "beta2": 0.999, "batch_size": 4, "device": "cpu"}
         job = training.Training(Run(strategy, seed=0, **settings), text, text, None, False)
-        for batch in job.batches():
-            job.take(batch)
+        with mcf.fast_products():
+            for batch in job.batches():
+                job.take(batch)
         components = {name: p.components for name, p in job.model.state_dict().items()}
         assert all(tail.any() for _, tail in components.values())
         assert {(p.grad.dtype, type(p.grad)) for p in job.model.parameters()} == {
@@ -277,7 +279,7 @@ def test_float16_weights_serve_as_they_train():
         server = GPT(TINY).half()
         server.load_state_dict({name: leading for name, (leading, _) in components.items()})
         windows = text[: 3 * TINY.context].unflatten(0, (3, -1))
-        with FastHalf():
+        with mcf.fast_products():
             assert torch.equal(server(windows), job.model(windows))
 
 
@@ -313,6 +315,41 @@ def test_results_name_settings_and_versions(run):
     assert settings["parameters"] == PARAMETERS
     assert record["machine"]["torch"] == torch.__version__
     assert record["strategies"]["bf16"]["final"]["difference_to_master"] is None
+
+
+@pytest.mark.parametrize("slow", [[], [torch.bfloat16, torch.float16]], ids=str)
+def test_a_processor_without_bf16_products_is_told_of(run, capsys, monkeypatch, slow):
+    """Its products are those of float32, rounded, so losses are those of other processors."""
+    _, record = run("--steps", "2", "--strategies", "master,released")
+    for module in (fast_products, pretrain, training):
+        monkeypatch.setattr(module, "slow_dtypes", lambda: frozenset(slow))
+    seen = []
+    monkeypatch.setattr(
+        training,
+        "loss",
+        lambda *arguments: (seen.append(fast_products._CONTEXTS.library), loss(*arguments))[1],
+    )
+    capsys.readouterr()
+    _, own = run("--steps", "2", "--strategies", "master,released")
+    assert (pretrain.WITHOUT_PRODUCTS in capsys.readouterr().out) == bool(slow)
+    assert own["machine"]["products_in_float32"] == sorted(map(str, slow))
+    assert {library is not None for library in seen} == {bool(slow)}, "validation included"
+    for name, result in own["strategies"].items():
+        losses = record["strategies"][name]["training"]
+        assert result["training"] == pytest.approx(losses, abs=1e-3)
+
+
+def test_one_bar_shows_the_time_left_of_all(run, tmp_path, monkeypatch):
+    """It begins with the steps that are done, and counts those of all strategies."""
+    bars = []
+    monkeypatch.setattr(
+        pretrain, "progress_bar", lambda *counts: bars.append(progress_bar(*counts)) or bars[-1]
+    )
+    arguments = ("--steps", "4", "--checkpoint", str(tmp_path / "checkpoint"))
+    run(*arguments, "--strategies", "plus")
+    run(*arguments, "--strategies", "bf16,plus,exact")
+    assert [(bar.initial, bar.n, bar.total) for bar in bars] == [(0, 4, 4), (4, 12, 12)]
+    assert all(bar.smoothing == 0 for bar in bars), "the mean has the time of validations"
 
 
 @pytest.mark.parametrize(

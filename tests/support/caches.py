@@ -1,11 +1,10 @@
 """The folder of code that tests compile, and what is kept in it between runs."""
 
 import hashlib
+import importlib.util
 import os
 import shutil
 from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
 
 
 def folder() -> Path:
@@ -21,7 +20,8 @@ def of_this_source() -> Path:
     Folders of other sources are removed a day after their last run began.
     """
     digest = hashlib.sha256()
-    for path in sorted(ROOT.glob("mcftensor/**/*.py")):
+    package = Path(importlib.util.find_spec("mcftensor").origin).parent
+    for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
     own = folder() / f"torch-{digest.hexdigest()[:16]}"
     own.mkdir(mode=0o700, parents=True, exist_ok=True)

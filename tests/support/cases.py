@@ -61,6 +61,12 @@ class Sweep(pytest.Function):
         )  # fmt: skip
 
 
+def cases_of(session: pytest.Session, function: Any) -> list[pytest.Function]:
+    """Return the cases of a function that this run takes."""
+    items = [x for x in session.items if getattr(x, "function", None) is function]
+    return [case for x in items for case in (x.cases() if isinstance(x, Sweep) else [x])]
+
+
 def _wants_slow(config: pytest.Config) -> bool:
     return config.getoption("markexpr") != "not slow"
 

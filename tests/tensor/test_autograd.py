@@ -93,6 +93,7 @@ def test_gradients_of_conversions_have_gradients():
         assert grad.requires_grad
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.filterwarnings("ignore:Input #0 requires gradient and is not a double")
 @pytest.mark.parametrize("format", [mcf.fp32x2, mcf.fp64x2], ids=lambda f: f.name)
 @pytest.mark.parametrize(

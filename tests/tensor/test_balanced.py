@@ -188,6 +188,7 @@ class TestTheSalt:
 class TestPieces:
     """What is cut off goes on as it would have done within the whole."""
 
+    @pytest.mark.thinned(of=3)
     @pytest.mark.parametrize(
         "cut",
         [

@@ -85,7 +85,7 @@ WRITES = {
 }
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=9)
 @needs_timers
 @pytest.mark.parametrize("compiled", ["eager", "cpp"])
 @pytest.mark.parametrize("write", WRITES)
@@ -155,7 +155,7 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=9)
 @needs_timers
 @pytest.mark.parametrize("write", PLACEMENTS)
 def test_a_placement_that_is_cut(write, interrupted):
@@ -332,6 +332,7 @@ def a_recording():
     return lambda: record(lambda vectors, *others: [vectors[0] + 1], signature)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("make", [a_step, with_a_closure, with_a_look, a_recording])
 def test_what_is_cut_leaves_the_thread_as_it_was(make):
     """As it begins any of the functions that it calls, for the first time or the last."""

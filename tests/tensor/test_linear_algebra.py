@@ -249,6 +249,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("name", FACTORS)
 def test_factors_that_are_unique_up_to_signs_have_those_of_the_machine_type(name, format):
     torch.manual_seed(3)
@@ -259,6 +260,7 @@ def test_factors_that_are_unique_up_to_signs_have_those_of_the_machine_type(name
             torch.testing.assert_close(mcf.as_plain(x, format.dtype), y, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("shape", [(0, 0), (0, 3, 3), (2, 0, 0), (2, 0, 3, 3)])
 def test_no_matrices_and_matrices_of_no_elements(shape, format):
     plain = torch.zeros(shape, dtype=format.dtype)
@@ -289,6 +291,7 @@ def test_matrices_that_must_be_square(shape, format):
             function(x)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("driver", [None, "gels", "gelsy", "gelsd", "gelss"])
 def test_least_squares_return_what_the_driver_returns(driver):
     for shape in ((4, 3), (3, 3), (2, 3)):

@@ -141,6 +141,7 @@ def test_in_place_and_out(format):
     assert x.sum(dtype=torch.float32).dtype == torch.float32
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("n", [2, 5])
 def test_polygamma_of_any_order(format, n):
     x = mcf.as_expansion(torch.tensor([1.0, 5.0, 37.0, -1.4, 300.0]), format) / 3

@@ -91,6 +91,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, format):
     loss, exact = LOSSES[name]
@@ -131,6 +132,7 @@ def normalized(rows, eps):
     return found
 
 
+@pytest.mark.thinned(of=2)
 def test_norms_of_batches_and_groups(format):
     shape = (3, 4, 2)
     x, factors = sample(format, *shape), sample(format, *shape, seed=1)
@@ -161,6 +163,7 @@ def test_norms_of_batches_and_groups(format):
     assert_near(gradient(group, x), numeric(total(groups), numbers(x)), 12)
 
 
+@pytest.mark.thinned(of=2)
 def test_norms_of_given_statistics(format):
     x, factors = sample(format, 5, 4), sample(format, 5, 4, seed=1)
     means, spreads, weight = (
@@ -202,6 +205,7 @@ SELECTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_selected_elements(name, format):
     shape, select = SELECTIONS[name]
@@ -219,6 +223,7 @@ def test_selected_elements(name, format):
     assert_near(found, [mp.mpf(y.numerator) / y.denominator for y in expected], 3)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("reduce", ["sum", "mean", "prod", "amax", "amin"])
 @pytest.mark.parametrize("include_self", [True, False])
 def test_reduced_elements(reduce, include_self, format):
@@ -289,6 +294,7 @@ def test_exponentials_of_large_and_of_no_matrices(format):
         torch.matrix_exp(x[:, :2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", SOME, indirect=True)
 def test_pseudo_inverses(format):
     check_matrices(

@@ -199,6 +199,7 @@ def test_initial_values_use_all_terms(name):
     torch.testing.assert_close(exact(p @ p.detach().T), torch.eye(8).double(), atol=0.02, rtol=0)
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize(
     "options",
     [{}, {"avg_fn": get_ema_avg_fn(0.99)}, {"multi_avg_fn": get_ema_multi_avg_fn(0.99)}],

@@ -99,6 +99,7 @@ class TestCopies:
         assert torch.equal(exact(target), expected)
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("format", [mcf.fp32x2, mcf.bf16i16], ids=str)
 @pytest.mark.parametrize(
     ("function", "count"), [x for n in (1, 2) for x in functions(torch.float64, n)]

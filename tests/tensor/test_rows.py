@@ -110,6 +110,7 @@ def test_cat_with_others_is_of_numbers(format):
 
 
 class TestCopiesBetweenFormats:
+    @pytest.mark.thinned(of=4)
     @by_shape
     @pytest.mark.parametrize(
         ("target", "source"),
@@ -392,6 +393,7 @@ class TestWhatIsYetToBeMultiplied:
         torch._foreach_add_([z], [y])
         assert same_terms(x, z)
 
+    @pytest.mark.thinned(of=3)
     @by_format
     def test_a_write_that_is_cut_leaves_codes_and_scales_of_one_number(self, format):
         """Whether it has been multiplied is noted right after, and may be lost."""

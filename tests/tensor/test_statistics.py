@@ -37,7 +37,7 @@ def largest_error(found, expected):
     return ((found - expected) / expected).abs().max().item()
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("device", ["cpu", requires_cuda])
 @pytest.mark.parametrize("momentum", [0.1, 0.01, None])
 @pytest.mark.parametrize("overrides", [{}, {"running_*": None}, {"running_*": mcf.bf16x3}], ids=str)

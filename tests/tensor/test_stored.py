@@ -32,6 +32,7 @@ def parameter(format, *shape, seed=0):
 class TestParametersAlone:
     """What operations make of parameters and numbers acts as a parameter, and holds the numbers."""
 
+    @pytest.mark.thinned(of=3)
     @pytest.mark.parametrize(
         "compute",
         [
@@ -161,6 +162,7 @@ class TestModels:
             mean = (exact(q.detach()) + was) / 2
             torch.testing.assert_close(exact(p.detach()), mean, rtol=unit, atol=0)
 
+    @pytest.mark.thinned(of=3)
     def test_sums_of_gradients(self, format):
         model = mcf.as_expansion(small_model(), format)
         mcf.accumulate_gradients(model)
@@ -223,6 +225,7 @@ class TestCompiled:
         found = torch.compile(forward, backend="aot_eager", fullgraph=True)(p, x)
         assert_same_bits(found, forward(p, x))
 
+    @pytest.mark.thinned(of=2)
     @pytest.mark.parametrize(
         "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
     )

@@ -45,6 +45,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_the_same_bits(chain, format, at_once):
     x, y = values(format)
@@ -133,6 +134,7 @@ def same(got, expected):
         assert got == expected
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.fp32x2], ids=lambda f: f.name)
 def test_every_way_to_read(reader, format, at_once):

@@ -232,6 +232,7 @@ def test_a_gradient_that_nobody_else_has_is_not_copied(format, is_held):
     assert gradient[0] == bits(weight.grad)[0]
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("format", WEIGHTS[:2], ids=lambda f: f.name)
 @pytest.mark.parametrize(
     ("function", "least", "shapes"),

@@ -287,6 +287,7 @@ def test_sgd_moves_by_the_whole_sum(armed, kind, flags):
         assert ulps(-p.detach(), total) < (0.1 if kind == "expansions" else 0.6)
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("mode", [None, "light", "plus", "full"])
 @pytest.mark.parametrize("flags", PATHS, ids=str)
 def test_moments_of_adam(armed, flags, mode):
@@ -303,6 +304,7 @@ def test_moments_of_adam(armed, flags, mode):
             assert ulps(state[name], moment) < (0.1 if allowed[name] else 0.7)
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("mode", [None, "light", "full"])
 @pytest.mark.parametrize("flags", PATHS, ids=str)
 def test_momentum_of_sgd(armed, flags, mode):

@@ -51,7 +51,7 @@ def entered(start, held):
     return [nn.Parameter(mcf.as_expansion(x, held) if held else x.double()) for x in start]
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @pytest.mark.parametrize(
     "case",
     [
@@ -117,6 +117,7 @@ def third_party():
             yield pytest.param(package, name, id=f"{package}-{name}", marks=marks)
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("package", "name"), sorted(third_party(), key=lambda case: case.id))
 def test_classes_of_other_packages(package, name):
@@ -193,6 +194,7 @@ def moments_of(path, held, shape, gradients, **keywords):
         yield p, optimizer.state[p], wanted
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize(
     "held", [pytest.param(f, id=f.name, marks=slow * (f is not HELD[0])) for f in HELD]
 )

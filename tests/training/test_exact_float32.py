@@ -33,7 +33,7 @@ def gradients(parameters):
         yield torch.tensor(1e6 - 10.0 * count)
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=9)
 @pytest.mark.parametrize(
     "case",
     [

@@ -55,7 +55,7 @@ def trained(format, path="for-loop", make=torch.optim.AdamW, mode=None, **settin
     return model, optimizer
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("old", "new"), WIDER, ids=str)
 def test_values_and_states_are_kept_where_the_new_format_holds_them(old, new, path):

@@ -17,6 +17,7 @@ FLAGS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": 
 
 @pytest.mark.parametrize("path", PATHS)
 class TestProbes:
+    @pytest.mark.thinned(of=2)
     @pytest.mark.parametrize(
         ("format", "mode", "allowed"),
         [
@@ -64,7 +65,7 @@ class TestDisplacement:
             for strategy, bound in strategies.items():
                 assert errors[strategy.name] <= bound[index], (strategy.name, kind)
 
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=4)
     @pytest.mark.parametrize("kind", ["small", "ones"])
     @pytest.mark.parametrize(("lr", "beta2"), [(1e-4, 0.999), (1e-5, 0.95)])
     def test_three_terms_beat_float32_four_times(self, kind, lr, beta2):
@@ -147,6 +148,7 @@ def run(kind, keywords, path, weights, *, steps=6, lr=1e-2, collage=None):
     return optimizer
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("kind", "keywords"),
@@ -170,6 +172,7 @@ def test_every_option_does_what_torch_does(kind, keywords, path, device):
         assert error <= bound, format.name
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("format", [mcf.fp32x2, mcf.fp32x3, mcf.fp64x2], ids=lambda f: f.name)
 @pytest.mark.parametrize("path", PATHS)
 def test_wider_bases(format, path):
@@ -285,6 +288,7 @@ def test_fused_powers_of_beta_are_exact_to_the_last_bits(device):
             assert float(power) == pytest.approx(expected, rel=step * 2.0**-52)
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
 @pytest.mark.parametrize(
     ("format", "state"),

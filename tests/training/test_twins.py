@@ -87,6 +87,7 @@ class TestConvolutionsWithBatchNorms:
     def expected():
         return trained_resnet(lambda model: model)
 
+    @pytest.mark.thinned(of=3)
     @pytest.mark.parametrize("overrides", [{}, {"*running_*": None}, {"*running_*": mcf.bf16x3}])
     def test_expansions(self, overrides):
         """Losses to 0.01, displacements of weights to 2 %, running statistics to 0.3 %."""
