@@ -155,6 +155,7 @@ def _tests(root: Path, arguments: Sequence[str], pipe: Connection) -> None:
         os.dup2(quiet, stream)
     first = _FirstFailure()
     options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # what is imported before
     status = pytest.main([*options, *arguments], plugins=[first])
     pipe.send((int(status), first.name))
 
@@ -207,8 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for module, several in chosen.items():
         source = (PACKAGE / module).read_text()
         differences = [x.difference(source, module) for x in several]
-        if options.list:
-            print(*differences, sep="\n")
+        if options.list or not several:
+            print(*differences, sep="\n", end="\n" * bool(several))
             continue
         pattern = _pattern_of(module)
         if pattern not in timeouts and not known.keys() >= {*differences}:

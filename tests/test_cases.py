@@ -101,6 +101,27 @@ def test_expected_to_fail(x):
     result.stdout.fnmatch_lines(["*no end", "*no two", "failed in 2 of 2 cases*", "*because*"])
 
 
+ORDER = """
+import pytest
+
+@pytest.mark.parametrize("x", range(20))
+def test_it(x):
+    with open("order.txt", "a") as file:
+        print(x, file=file)
+"""
+
+
+def test_cases_are_in_random_order_if_items_are(tests, pytester):
+    orders = {}
+    for options in ((), ("--random-order-seed=1",), ("--random-order-seed=2",)):
+        tests(ORDER, *options, *["--random-order"] * len(options))
+        orders[options] = pytester.path.joinpath("order.txt").read_text().split()
+        pytester.path.joinpath("order.txt").unlink()
+    assert orders[()] == [*map(str, range(20))]
+    assert len(set(map(tuple, orders.values()))) == 3
+    assert all(sorted(x) == sorted(orders[()]) for x in orders.values())
+
+
 SLOW = """
 import pytest
 

@@ -339,7 +339,7 @@ class TestCompiler:
         found.float().sum().backward()
         assert all(type(p.grad) is torch.Tensor for p in model.parameters())
 
-    @pytest.mark.thinned(of=4)
+    @pytest.mark.thinned(of=8)
     @over("parameters", "plain gradients", only=lambda f: f.rounding != "stochastic")
     def test_a_step(self, format):
         p = parameter(format, 5, 7)

@@ -191,6 +191,7 @@ def start():
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_processes_share_what_is_compiled(monkeypatch, tmp_path):
     log = tmp_path / "log"

@@ -518,7 +518,7 @@ def test_nobody_waits_for_numbers_in_masks(format):
     assert runs_alike(f"numbers_into_masks-{format}", "cuda").waits == set()
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @pytest.mark.parametrize(
     "where",
     [

@@ -91,6 +91,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_the_table_of_the_page():
     assert table() in PAGE.read_text()
 
@@ -726,7 +727,7 @@ def composed(name, x, backwards):
     return [result.detach(), x.grad]
 
 
-@pytest.mark.thinned(of=12)
+@pytest.mark.thinned(of=24)
 @pytest.mark.parametrize("format", LONG, ids=lambda f: f.name)
 @pytest.mark.parametrize("name", [*COMPOSED, *FORWARD])
 def test_functions_that_pytorch_composes(name, format):

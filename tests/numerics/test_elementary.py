@@ -206,7 +206,7 @@ DIFFERENTIATED = {
 }
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize(
     "format",
     [mcf.fp64x2, pytest.param(mcf.fp32x3, marks=pytest.mark.slow)],
@@ -280,6 +280,7 @@ LACKING = {
 lacking = pytest.mark.parametrize(("function", "exact"), LACKING.values(), ids=LACKING)
 
 
+@pytest.mark.thinned(of=2)
 @lacking
 @pytest.mark.parametrize(
     "kind",

@@ -526,7 +526,7 @@ def test_inputs_stay_as_they_are_and_results_are_new(f):
     assert all(same(v, w) for v, w in zip((x, y, z), before, strict=True))
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("plain", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @every_format
 def test_plain_operands(f, plain):

@@ -256,6 +256,7 @@ def _bits(x):
     return found
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("chunk", "long"), [(7, 1 << 12), (61, 1), (200, 1 << 12), (1000, 1)])
 def test_chunks_have_no_part_in_the_bits(monkeypatch, dtype, chunk, long):

@@ -74,6 +74,7 @@ def test_decimals(decimals, format):
     assert_exact(x.round(decimals=decimals), [round(r, decimals) for r in rationals(x)], format)
 
 
+@pytest.mark.thinned(of=2)
 @by_format
 @pytest.mark.parametrize("name", ["fmod", "remainder"])
 def test_remainders(name, format):

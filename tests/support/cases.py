@@ -11,6 +11,7 @@ generates cases for a GPU where there is none. With `-k`, every case is an item.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -26,8 +27,10 @@ class Sweep(pytest.Function):
     definition: Any
 
     def cases(self) -> list[pytest.Function]:
-        """Generate the cases to run."""
+        """Generate the cases to run, in random order if the items are."""
         found = list(self.parent._genfunctions(self.name, self.definition))
+        if self.config.getoption("random_order_enabled", False):
+            random.Random(self.config.getoption("random_order_seed")).shuffle(found)
         return [x for x in found if hasattr(x, "callspec")]
 
     def run(self, nextitem: pytest.Item | None) -> pytest.TestReport:

@@ -1,6 +1,5 @@
 """What a process imports before it forks: libraries that take seconds, and nothing of ours."""
 
-import hypothesis  # noqa: F401
 import mpmath  # noqa: F401
 import numpy as np  # noqa: F401
 import pytest  # noqa: F401

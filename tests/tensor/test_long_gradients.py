@@ -91,7 +91,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, format):
     loss, exact = LOSSES[name]
@@ -302,6 +302,7 @@ def test_pseudo_inverses(format):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", SOME, indirect=True)
 def test_pseudo_inverses_of_deficient_matrices(format):
     a = sample(format, 3, 1) @ sample(format, 1, 2, seed=1)

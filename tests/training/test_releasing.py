@@ -625,6 +625,7 @@ def test_a_compiled_model():
     assert_alike(build, {"bucket_bytes": 0}, backward=backward)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(of=3)
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch asks for it
 @pytest.mark.parametrize("kind", [torch.bfloat16, mcf.bf16x2], ids=str)
