@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -204,43 +205,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = options.record
     lines = record.read_text().splitlines() if record and record.exists() else []
     known = {x["mutant"]: x for x in map(json.loads, lines)}
-    survived, tried, timeouts = [], Counter(), {}
-    for module, several in chosen.items():
-        source = (PACKAGE / module).read_text()
-        differences = [x.difference(source, module) for x in several]
-        if options.list or not several:
-            print(*differences, sep="\n", end="\n" * bool(several))
-            continue
-        pattern = _pattern_of(module)
-        if pattern not in timeouts and not known.keys() >= {*differences}:
-            start = time.monotonic()
-            if run_tests(module, source, slow=options.slow)[0] != SURVIVED:
-                print(f"{module}: {BROKEN}: {tests_of(module)}")
-                return 1
-            timeouts[pattern] = PATIENCE + 3 * (time.monotonic() - start)
+    sources = {x: (PACKAGE / x).read_text() for x in chosen}
+    tasks = [(x, m, m.difference(sources[x], x)) for x, several in chosen.items() for m in several]
+    if options.list:
+        print(*(difference for *_, difference in tasks), sep="\n")
+        return 0
+    left = {_pattern_of(x): x for x, _, difference in tasks if difference not in known}
 
-        def outcome(mutant: Mutant, difference: str, module=module, source=source) -> str:
-            if difference not in known:
-                limit = timeouts[_pattern_of(module)]
-                found = run_tests(module, mutant.applied(source), limit, slow=options.slow)
-                entry = {"mutant": difference, "outcome": found[0], "test": found[1]}
-                known[difference] = entry
-                if record:
-                    with record.open("a") as file:
-                        print(json.dumps(entry), file=file)
-            return known[difference]["outcome"]
+    def duration(module: str) -> float:
+        start = time.monotonic()
+        found = run_tests(module, sources[module], slow=options.slow)[0]
+        return time.monotonic() - start if found == SURVIVED else math.nan
 
-        with ThreadPoolExecutor(options.workers) as pool:
-            outcomes = list(pool.map(outcome, several, differences))
-        counts = Counter(outcomes)
-        print(f"{module:40} " + ", ".join(f"{counts[x]} {x}" for x in sorted(counts)), flush=True)
-        survivors = [x for x, what in zip(differences, outcomes, strict=True) if what == SURVIVED]
-        print(*survivors, sep="\n", flush=True)
-        survived += survivors
-        tried += counts
-    if not options.list:
-        print(f"{len(survived)} of {tried.total()} mutants survive")
-    return int(bool(survived))
+    def outcome(module: str, mutant: Mutant, difference: str) -> str:
+        if difference not in known:
+            limit, source = timeouts[_pattern_of(module)], mutant.applied(sources[module])
+            found = run_tests(module, source, limit, slow=options.slow)
+            known[difference] = dict(
+                zip(("mutant", "outcome", "test"), (difference, *found), strict=True)
+            )
+            if record:
+                with record.open("a") as file:
+                    print(json.dumps(known[difference]), file=file)
+        return known[difference]["outcome"]
+
+    with ThreadPoolExecutor(options.workers) as pool:
+        timeouts = dict(zip(left, pool.map(duration, left.values()), strict=True))
+        if broken := [pattern for pattern, seconds in timeouts.items() if math.isnan(seconds)]:
+            print(*(f"{left[x]}: {BROKEN}: {tests_of(left[x])}" for x in broken), sep="\n")
+            return 1
+        timeouts = {x: PATIENCE + 3 * seconds for x, seconds in timeouts.items()}
+        outcomes = pool.map(lambda task: outcome(*task), tasks)
+        counts: Counter[str] = Counter()
+        for (module, _, difference), found in zip(tasks, outcomes, strict=True):
+            counts[found] += 1
+            if found == SURVIVED:
+                print(f"{module}: {found}\n{difference}", flush=True)
+    print(", ".join(f"{counts[x]} {x}" for x in sorted(counts)))
+    print(f"{counts[SURVIVED]} of {counts.total()} mutants survive")
+    return int(counts[SURVIVED] > 0)
 
 
 if __name__ == "__main__":
