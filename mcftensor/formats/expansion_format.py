@@ -171,12 +171,13 @@ class ExpansionFormat(Format):
             return stored, 0
         return [torch.cat(x).view_as(stored[0]) for x in zip(*found, strict=True)], sum(misfits)
 
-    def rounded(self, number: Number) -> Number:
-        """Return a number rounded to nearest in this format, for further arithmetic."""
+    def rounded(self, number: Number) -> tuple[Floats, Number]:
+        """Return normalized terms of a number rounded to nearest, and their sum."""
         if not isinstance(number, Wide):
-            return number  # networks have rounded it already
+            return self.encode(number, None), number  # networks have rounded it already
         total = round_to_terms(number.value, self.base, self.terms)
-        return Wide([x.to(total.dtype) for x in peel(total, self.base, self.terms)], total)
+        terms = peel(total, self.base, self.terms)
+        return [quiet(terms[0]), *terms[1:]], Wide([x.to(total.dtype) for x in terms], total)
 
 
 _BLOCK = 1 << 16

@@ -354,8 +354,8 @@ class Format:
         """
         return stored, 0
 
-    def rounded(self, number: Number) -> Number:
-        """Return a number rounded to nearest as if it were stored."""
+    def rounded(self, number: Number) -> tuple[Floats, Number]:
+        """Return the components of a number rounded to nearest, and the number they store."""
         raise NotImplementedError(f"{type(self).__name__}: its numbers are not terms")
 
     def extends(self, other: Format) -> bool:

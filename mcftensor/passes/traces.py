@@ -180,11 +180,13 @@ class Trace:
                         floats = stored_floats(self.variables[i].format, stored[i])
                         entered[i, format.numbers] = format.numbers.of(floats)
                 number = OPERATIONS[name](*[entered[i, format.numbers] for i in operands])
-                made = zip(format.encode(number, None), format.components, strict=True)
-                stored[target] = [x.to(component.dtype) for x, component in made]
                 entered = {key: x for key, x in entered.items() if key[0] != target}
-                if isinstance(format.numbers, Machine):  # the same result at lower cost
-                    entered[target, format.numbers] = format.rounded(number)
+                if isinstance(format.numbers, Machine):  # the same number as from `made`
+                    made, entered[target, format.numbers] = format.rounded(number)
+                else:
+                    made = format.encode(number, None)
+                pairs = zip(made, format.components, strict=True)
+                stored[target] = [x.to(component.dtype) for x, component in pairs]
             return [x for i in results for x in stored[i]]
 
         signature = Signature(tuple(dtypes["tensor"]), tuple(dtypes["number"]), tuple(written))
