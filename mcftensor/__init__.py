@@ -33,6 +33,7 @@ from mcftensor.formats import (
     ue5m3,
 )
 from mcftensor.functional import fma
+from mcftensor.kernels.fast_products import fast_products
 from mcftensor.kernels.without_float64 import without_float64
 from mcftensor.meters import EDQ
 from mcftensor.meters.edq.diagnosis import diagnose_process as _diagnose_process
@@ -71,6 +72,7 @@ __all__ = [
     "errors",
     "exact",
     "expansion",
+    "fast_products",
     "finfo",
     "fma",
     "formats",

@@ -33,7 +33,7 @@ from pretraining.command import (
 from pretraining.run import Run
 from pretraining.strategies import COLLAGE
 from pretraining.study import Measured
-from pretraining.training import BATCH_SIZES, SHAPES, count_parameters, machine, train
+from pretraining.training import BATCH_SIZES, SHAPES, count_parameters, machine, progress_bar, train
 
 EVALUATIONS = 2  # The study asks where losses end, and not how they get there.
 LR, BETA2 = 3e-4, 0.999
@@ -61,6 +61,7 @@ def investigate(options: argparse.Namespace) -> None:
     configurations = list(dict.fromkeys(c for part in options.only for c in PARTS[part]))
     console.print(f"{title}, {len(configurations)} times")
     measured = {}
+    bar = progress_bar(options.steps * len(configurations))
     for i, (strategy, lr, beta2) in enumerate(configurations, start=1):
         run = Run(
             strategy=strategy,
@@ -74,8 +75,10 @@ def investigate(options: argparse.Namespace) -> None:
         )
         label = f"{i}/{len(configurations)} {strategy}, lr {lr:g}, beta2 {beta2:g}"
         one = Measured(run)
-        one.result = train(run, training, validation, label=label, watch=one.watch)
+        bar.set_description(label, refresh=False)
+        one.result = train(run, training, validation, bar, watch=one.watch)
         measured[strategy, lr, beta2] = one
+    bar.close()
 
     findings: dict[str, Any] = {}
     files = ["edq-study.json"]

@@ -72,6 +72,7 @@ def gradients(model: torch.nn.Module, batches: Sequence[Tensor], processes: int)
                 p.grad = total if process == processes - 1 else None
 
 
+@mcf.fast_products()
 def train(texts: tuple[Tensor, Tensor], steps: int, run: Run) -> tuple[float, Tensor]:
     """The validation loss after some steps, and the weights."""
     torch.manual_seed(run.seed)

@@ -37,8 +37,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
+from mcftensor.kernels.fast_products import slow_dtypes
 from pretraining import processes, report, text
 from pretraining.command import (
     BETA,
@@ -62,7 +64,19 @@ from pretraining.strategies import (
     PEERS,
     STRATEGIES,
 )
-from pretraining.training import BATCH_SIZES, SHAPES, count_parameters, machine, train
+from pretraining.training import (
+    BATCH_SIZES,
+    SHAPES,
+    count_parameters,
+    machine,
+    progress_bar,
+    train,
+)
+
+WITHOUT_PRODUCTS = (
+    "This processor has no bf16 products: products of bf16 operands are computed in float32 and "
+    "rounded to bf16"
+)
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -78,6 +92,8 @@ def compare(options: argparse.Namespace) -> None:
     console.print(
         f"{title}\n{len(training):,} bytes of text to train on, {len(validation):,} to validate"
     )
+    if options.device == "cpu" and torch.bfloat16 in slow_dtypes():
+        console.print(WITHOUT_PRODUCTS, soft_wrap=True)
     runs = [
         Run(
             strategy=strategy,
@@ -93,7 +109,7 @@ def compare(options: argparse.Namespace) -> None:
         )
         for strategy in options.strategies
     ]
-    checkpoints = {}
+    checkpoints, done = {}, 0
     if options.checkpoint:
         make_folder(options.checkpoint)
         for run in runs:
@@ -102,15 +118,21 @@ def compare(options: argparse.Namespace) -> None:
             )
             if saved := checkpoint.load():
                 console.print(f"{run.strategy}: {saved['step']} of {run.steps} steps are done")
+                done += saved["step"]
             checkpoints[run] = checkpoint
     started, results = time.perf_counter(), {}
-    for run in runs:
+    bar = progress_bar(options.steps * len(runs), done)
+    for i, run in enumerate(runs, start=1):
+        bar.set_description(f"{i}/{len(runs)} {run.strategy}", refresh=False)
         results[run.strategy] = train(
-            run, training, validation, checkpoint=checkpoints.get(run), witness=options.witness
+            run,
+            training,
+            validation,
+            bar,
+            checkpoint=checkpoints.get(run),
+            witness=options.witness,
         )
-        if len(results) == 1 < len(runs):
-            minutes = (time.perf_counter() - started) * len(runs) / 60
-            console.print(f"All {len(runs)} trainings take about {minutes:.0f} minutes")
+    bar.close()
     if not processes.is_first():
         return
 
@@ -139,7 +161,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     description, _, strategies = (__doc__ or "").partition("\n\n")
     parser = Parser("pretrain.py", description, strategies)
     add = parser.add_argument
-    add("--steps", type=COUNT, default=500, help="training steps (default: 500)")
+    add(
+        "--steps",
+        type=COUNT,
+        default=500,
+        help="training steps of each strategy (default: 500; a long form is "
+        'make train ARGS="--steps 5000", which takes ten times as long)',
+    )
     add(
         "--strategies",
         nargs="+",

@@ -53,7 +53,6 @@ from tqdm import tqdm
 import mcftensor as mcf
 from pretraining import text
 from pretraining.command import COUNT, RATE, SEED, Parser, exit_status, make_folder, selected
-from pretraining.half import HALF, FastHalf
 from pretraining.model import GPT, loss
 from pretraining.training import (
     LARGEST_NORM,
@@ -64,6 +63,7 @@ from pretraining.training import (
     machine,
 )
 
+HALF = torch.float16
 BATCH = 4
 SAMPLES = 20
 
@@ -258,11 +258,8 @@ def train(
     every = max(1, options.steps // SAMPLES)
     seconds = []
     is_half = job.variant.dtype == HALF
-    # float16 takes the steps of attention one by one, each of which FastHalf can see.
-    with contextlib.ExitStack() as stack:
-        if is_half:
-            stack.enter_context(FastHalf())
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+    # float16 takes the steps of attention one by one, each of which is fast.
+    with sdpa_kernel(SDPBackend.MATH) if is_half else contextlib.nullcontext():
         for step in tqdm(range(options.steps), f"{name} {seed}", mininterval=30):
             chosen = torch.randint(len(windows), (BATCH,), generator=generator)
             start = time.perf_counter()

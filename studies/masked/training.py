@@ -117,14 +117,9 @@ class MaskedTraining(Training):
             chosen = torch.randint(len(windows), (phase.batch_size,), generator=self.generator)
             yield masked(windows[chosen].long(), self.run.vocabulary, self.generator)
 
-    @contextlib.contextmanager
-    def precision(self) -> Iterator[None]:
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
         """Within, fp16 computes in float16."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.products())
-            if self.run.strategy == "fp16":
-                stack.enter_context(torch.autocast("cpu", torch.float16))
-            yield
+        return torch.autocast("cpu", torch.float16, enabled=self.run.strategy == "fp16")
 
     def objective(self, batch: Masked) -> Tensor:
         """Mean cross entropy of hidden tokens, in nats."""

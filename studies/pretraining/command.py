@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
+import mcftensor as mcf
 from pretraining import processes, text
 from pretraining.resuming import ResumeError
 from pretraining.training import SHAPES
@@ -125,7 +126,8 @@ def make_folder(path: Path) -> None:
 def exit_status(program: str, job: Callable[[], None], interrupted: str = "interrupted") -> int:
     """Do the job, and return the exit status: 2, after one line, for a mistake of the user."""
     try:
-        job()
+        with mcf.fast_products():
+            job()
     except (text.TextError, FolderError, ResumeError) as error:
         complain(program, error)
         return 2

@@ -17,7 +17,7 @@ from pretraining import report
 from pretraining.command import COUNT, RATE, Parser, make_folder
 from pretraining.resuming import Checkpoint
 from pretraining.run import Run
-from pretraining.training import Training, attention, go_on, machine
+from pretraining.training import Training, attention, go_on, machine, progress_bar
 
 THIN = 20  # Steps of which a record keeps the mean loss.
 
@@ -75,7 +75,9 @@ def work(
         checkpoint = Checkpoint(folder, piece.run, content, options.save_every)
         with attention(piece.run.device):
             saved, job = checkpoint.load(), piece.make()
-            go_on(job, saved, checkpoint, label=piece.name, is_late=is_late)
+            done = saved["step"] if saved else 0
+            with progress_bar(piece.run.steps, done, piece.name) as bar:
+                go_on(job, saved, checkpoint, bar, is_late=is_late)
         if job.step < piece.run.steps:
             done = sum((results / f"{x.name}.json").exists() for x in pieces)
             console.print(

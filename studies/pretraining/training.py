@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import mcftensor as mcf
+from mcftensor.kernels.fast_products import slow_dtypes
 from pretraining import processes
-from pretraining.half import FastHalf
 from pretraining.model import GPT, Shape, loss
 from pretraining.resuming import Checkpoint, State, load_model, load_optimizer
 from pretraining.run import Result, Run
@@ -48,25 +48,39 @@ def train(
     run: Run,
     training: Tensor,
     validation: Tensor,
+    bar: tqdm[Any],
     *,
-    label: str = "",
     watch: Callable[[mcf.EDQ], object] | None = None,
     checkpoint: Checkpoint | None = None,
     witness: bool = False,
 ) -> Result:
     """Train one model and return its losses, what its updates lost, its memory and its speed.
 
-    `label` goes before the progress bar, and `watch` gets the meter after each of its samples.
-    With a checkpoint, the run goes on from what is there, and saves itself there. A witness takes
-    all steps in float64 beside it, in one process and without a checkpoint.
+    `bar` counts the steps, and `watch` gets the meter after each of its samples. With a checkpoint,
+    the run goes on from what is there, and saves itself there. A witness takes all steps in float64
+    beside it, in one process and without a checkpoint.
     """
     saved = checkpoint.load() if checkpoint else None
     if saved and saved["step"] == run.steps:
         return Result(**saved["result"])
     with attention(run.device):
         job = Training(run, training, validation, watch, witness)
-        go_on(job, saved, checkpoint, label=label)
+        go_on(job, saved, checkpoint, bar)
         return job.result
+
+
+def progress_bar(steps: int, done: int = 0, label: str = "") -> tqdm[Any]:
+    """A bar whose time left follows from the mean of all steps, with their validation."""
+    # A terminal has its bar redrawn ten times a second, a log file gets a line twice a minute.
+    return tqdm(
+        desc=label,
+        total=steps,
+        initial=done,
+        unit="step",
+        smoothing=0,
+        mininterval=0.1 if sys.stderr.isatty() else 30,
+        disable=not processes.is_first(),
+    )
 
 
 def attention(device: str) -> contextlib.AbstractContextManager[Any]:
@@ -78,27 +92,16 @@ def go_on(
     job: Training,
     saved: State | None,
     checkpoint: Checkpoint | None,
+    bar: tqdm[Any],
     *,
-    label: str = "",
     is_late: Callable[[], bool] = lambda: False,
 ) -> None:
     """Take the steps that are left, from what is saved on; save and return once it `is_late`."""
-    run = job.run
     if saved:
         job.load_state_dict(saved)
     else:
         job.validate()
-    # A terminal has its bar redrawn ten times a second, a log file gets a line twice a minute.
-    bar = tqdm(
-        job.batches(),
-        label or run.strategy,
-        run.steps,
-        initial=job.step,
-        unit="step",
-        mininterval=0.1 if sys.stderr.isatty() else 30,
-        disable=not processes.is_first(),
-    )
-    for batch in bar:
+    for batch in job.batches():
         job.take(batch)
         late = is_late()
         if checkpoint and (late or checkpoint.is_due(job.step)):
@@ -108,6 +111,7 @@ def go_on(
             validation=f"{job.result.final:.3f}",
             refresh=False,
         )
+        bar.update()
         if late:
             return
 
@@ -172,12 +176,7 @@ class Training:
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """Within, the model computes."""
-        return self.products()
-
-    def products(self) -> contextlib.AbstractContextManager[Any]:
-        """Within, a CPU takes products of float16 fast."""
-        fast = self.scaler.is_enabled() and self.run.device == "cpu"
-        return FastHalf() if fast else contextlib.nullcontext()
+        return contextlib.nullcontext()
 
     def objective(self, batch: Any) -> Tensor:
         """The loss on a batch."""
@@ -221,7 +220,7 @@ class Training:
                 objective.backward(retain_graph=True)
             objective.backward()
             return
-        with handle.no_step() if handle else contextlib.nullcontext(), self.products():
+        with handle.no_step() if handle else contextlib.nullcontext():
             # The meter and the witness want to see gradients.
             self.scaler.scale(objective).backward()
         self.scaler.unscale_(self.optimizer)
@@ -331,4 +330,5 @@ def machine(device: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "products_in_float32": sorted(map(str, slow_dtypes())) if device == "cpu" else [],
     }
