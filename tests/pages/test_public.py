@@ -12,8 +12,8 @@ from mcftensor.training import shadow
 
 FUNCTIONS = (
     "EDQ Format MCFTensor PrecisionSchedule accumulate_gradients apply_deltas as_expansion "
-    "as_plain change_format collage deltas fast_products finfo fma load_file order_free_gradients prepare "
-    "save_file selfcheck step_in_backward when_rounded without_float64"
+    "as_plain change_format collage deltas fast_products finfo fma load_file order_free_gradients "
+    "prepare save_file selfcheck step_in_backward when_rounded without_float64"
 )
 FORMATS = (
     "bf16i16 bf16i8 bf16x2 bf16x3 e4m3i16 e4m3i8 fp16i16 fp16i8 fp16x2 fp32x2 fp32x3 fp64x2 "
