@@ -123,9 +123,14 @@ _larger_or_smaller(torch.maximum, aten.maximum, aten.clamp_min.Tensor)
 _larger_or_smaller(torch.minimum, aten.minimum, aten.clamp_max.Tensor)
 
 
-@rule(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
+@rule(aten.clamp.default, aten.clamp_min.default)
 def _clamp(x: Any, min: float | None = None, max: float | None = None) -> Unrounded:
     """Clamp in float32, such as the factor of `clip_grad_norm_`, which is at most 1."""
     clamped = number(x).plain().clamp(min, max)
     measured = number(clamped)
     return Unrounded(measured.mantissa, measured.exponent, "by size")
+
+
+@rule(aten.clamp_max.default)
+def _clamp_max(x: Any, max: float) -> Unrounded:
+    return _clamp(x, None, max)

@@ -44,6 +44,16 @@ def test_binary(name, s, t, n):
     assert_near(made, expected, FLOAT32 * expected.abs())
 
 
+@pytest.mark.parametrize("name", ["clamp_min", "clamp_max"])
+def test_one_bound(name):
+    x = normal(50, exponent=3)
+    bound = plain(x).median().item()
+    expected = getattr(plain(x), name)(bound)
+    assert_near(getattr(x, name)(bound), expected, FLOAT32 * expected.abs())
+    assert getattr(x, f"{name}_")(bound) is x
+    assert_near(x, expected, FLOAT32 * expected.abs())
+
+
 @FEW
 @given(s=EXPONENTS, t=EXPONENTS, alpha=st.sampled_from([0.5, -3.0, 1e-20]))
 def test_multiples(s, t, alpha):
