@@ -90,7 +90,6 @@ def run(name: str, format: mcf.Format, limit: int | None = None) -> Outcome:
 
 def _run(op: Any, name: str, format: mcf.Format, limit: int | None) -> Outcome:
     outcome = Outcome()
-    is_random = name in RANDOM or (name in DRAWN and not has_float64())
     for args, kwargs in inputs(op, format, limit):
         wide = tree_map(as_wide, (args, kwargs))
         expected = attempt(lambda: op(*wide[0], **wide[1]))  # noqa: B023
@@ -103,17 +102,31 @@ def _run(op: Any, name: str, format: mcf.Format, limit: int | None) -> Outcome:
             outcome.refused += 1
             continue
         outcome.computed += 1
-        expected = exactly(name, wide[0], expected)
-        parts = [None] * len(tree_leaves(expected))
-        if name in MAGNITUDES and not has_float64():
-            parts = [MAGNITUDES[name](*wide[0], **wide[1])]
-        asked = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.dtype)]
-        found, wanted = tree_leaves(result), tree_leaves(expected)
-        assert len(found) == len(wanted)
-        for x, y, size in zip(found, wanted, parts, strict=True):
-            units = _compare(name, x, y, format, bool(asked), is_random, size)
-            outcome.units = max(outcome.units, units)
+        outcome.units = max(outcome.units, compare(name, wide, result, expected, format))
     return outcome
+
+
+def compare(name: str, wide: Any, result: Any, expected: Any, format: mcf.Format) -> float:
+    """Return the largest error of results in units of u^n.
+
+    `wide` has the arguments in float64, and `expected` what PyTorch computes from them. Raises
+    AssertionError if an error is larger than `UNITS`.
+    """
+    is_random = name in RANDOM or (name in DRAWN and not has_float64())
+    expected = exactly(name, wide[0], expected)
+    parts = [None] * len(tree_leaves(expected))
+    if name in MAGNITUDES and not has_float64():
+        parts = [MAGNITUDES[name](*wide[0], **wide[1])]
+    asked = any(isinstance(x, torch.dtype) for x in tree_leaves(wide))
+    found, wanted = tree_leaves(result), tree_leaves(expected)
+    assert len(found) == len(wanted)
+    return max(
+        (
+            _compare(name, x, y, format, asked, is_random, size)
+            for x, y, size in zip(found, wanted, parts, strict=True)
+        ),
+        default=0.0,
+    )
 
 
 def exactly(name: str, args: Sequence[Any], inexact: Any) -> Any:
@@ -159,7 +172,7 @@ def inputs(op: Any, format: mcf.Format, limit: int | None) -> Iterator[tuple[Any
     samples = op.sample_inputs("cpu", torch.float64, requires_grad=False)
     for sample in itertools.islice(samples, limit):
         args, kwargs = tree_map(
-            lambda x: _value(x, format), ((sample.input, *sample.args), sample.kwargs)
+            lambda x: operand(x, format), ((sample.input, *sample.args), sample.kwargs)
         )
         if any(isinstance(x, mcf.MCFTensor) for x in tree_leaves((args, kwargs))):
             yield args, kwargs
@@ -174,12 +187,14 @@ def attempt(call: Callable[[], Any], seed: int = 0) -> Any:
         return error
 
 
-def _value(x: Any, format: mcf.Format) -> Any:
+def operand(x: Any, format: mcf.Format) -> Any:
+    """Return the value of a dense floating tensor, which requires a gradient if the tensor does;
+    all else as it is."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
     if x.layout != torch.strided or x.is_nested:
         return x
-    return mcf.as_expansion(x.detach(), format)
+    return mcf.as_expansion(x.detach(), format).requires_grad_(x.requires_grad)
 
 
 def as_wide(x: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,7 +230,7 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     if format.arithmetic == "numbers":
         if out is not None:
             say_what_is_rounded(func, leaves(out), found)
-        (args, kwargs), _ = decoded((args, kwargs))
+        (args, kwargs), _ = decoded(mapped(partial(_in_numbers, format), (args, kwargs)))
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
     wide: Format = PLAIN[WIDE]
     if is_long:
@@ -259,6 +260,16 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     if out is None:
         return tree_map(narrow, result)
     return _assigned(name, out, result, found, (args, kwargs))
+
+
+def _in_numbers(format: Format, x: Any) -> Any:
+    """Return the decoded numbers of a stored tensor whose gradient flows through them, and their
+    dtype for the dtype of the format."""
+    if isinstance(x, torch.dtype):
+        return format.result.dtype if x == format.dtype else x
+    if not isinstance(x, MCFTensor) or not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    return converted(x, x.format, x.format.result)
 
 
 def _assigned(name: str, out: Any, result: Any, found: list[MCFTensor], operands: Any) -> Any:

@@ -34,6 +34,7 @@ CONVERSIONS = {
 }
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("kind", CONVERSIONS)
 @pytest.mark.parametrize("as_view", [False, True])
 @on_ranks(2)
@@ -64,6 +65,7 @@ def test_ddp_reduces_the_sum_of_all_microbatches(kind, as_view):
         assert first.equal(exact(p))
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("kind", CONVERSIONS)
 @on_ranks(2)
 def test_shards_of_gradients_are_summed_in_expansions(kind):

@@ -75,6 +75,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize(
     "name", [*OPTIONS, "checkpointed", pytest.param("compiled", marks=pytest.mark.slow)]
 )
@@ -140,6 +141,7 @@ def test_a_step_by_the_mean_of_gradients_leaves_all_ranks_alike(format):
         assert_same_terms(*gathered(state["exp_avg_sq"]))
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_edq_reads_the_same_on_every_rank(format):
@@ -172,6 +174,7 @@ def test_ranks_with_fewer_batches_join(format):
         assert_same_terms(*gathered(p))
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("mode", [None, "compact"])
 @over_formats(*IN_MODULES)
 @on_ranks(2)

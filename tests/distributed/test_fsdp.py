@@ -106,7 +106,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=12)
 @pytest.mark.parametrize(
     "name", [*OPTIONS, "checkpointed", pytest.param("compiled", marks=pytest.mark.slow)]
 )
@@ -218,7 +218,7 @@ STEPS = {
 }
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=12)
 @pytest.mark.parametrize("name", STEPS)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
@@ -273,7 +273,7 @@ IN_BLOCKS = {
 }
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=9)
 @pytest.mark.parametrize("shape", [(2,), (1, 2)], ids=["FSDP", "HSDP"])
 @pytest.mark.parametrize("name", IN_BLOCKS)
 @on_ranks(2)
@@ -337,6 +337,7 @@ def test_gradients_are_added_up_before_they_are_reduced(format):
         assert torch.equal(whole(p.grad), whole(q.grad))
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("foreach", [False, True])
 @over_formats(*IN_MODULES)
 @on_ranks(2)
@@ -352,6 +353,7 @@ def test_gradients_are_clipped_by_their_norm_over_ranks(format, foreach):
     torch.testing.assert_close(clipped, torch.tensor(1e-3).double(), rtol=1e-2, atol=0)
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
@@ -421,6 +423,7 @@ def test_as_many_bytes_travel_as_of_plain_bf16(format):
     assert all(2 * wires[0][name] == wires[2][name] for name in wires[0])
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("assign", [False, True])
 @over_formats(*IN_MODULES)
 @on_ranks(2)
@@ -440,6 +443,7 @@ def test_a_plain_checkpoint_is_loaded_with_the_precision_of_the_format(format, a
     assert torch.equal(model(batch()), unsharded(batch()))
 
 
+@pytest.mark.thinned(of=3)
 @over_formats(mcf.fp32x3, *IN_MODULES)
 @on_ranks(2)
 def test_edq_reads_what_it_reads_unsharded(format):
@@ -537,6 +541,7 @@ def test_modules_are_not_taken_out_of_the_format(format):
         assert all(isinstance(p.to_local(), mcf.MCFTensor) for p in module.parameters())
 
 
+@pytest.mark.thinned(of=3)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_state_dicts_of_the_first_rank_alone(format):

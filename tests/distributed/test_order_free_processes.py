@@ -221,6 +221,7 @@ def check(kind: str, name: str, steps: int, **options) -> None:
     assert differing(got, right[0]) == NONE
 
 
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
@@ -228,6 +229,7 @@ def test_two_processes_have_the_bits_of_one(kind, name):
     check(kind, name, 3)
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
 @on_ranks(4)
 def test_four_processes_have_the_bits_of_one(kind):
@@ -318,6 +320,7 @@ def test_order_of_processes_and_of_leaves_and_size_of_buckets_are_nothing():
     assert differing(got, sharded) == NONE
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", ["bf16x2", "compact"])
 def test_a_run_resumed_on_fewer_processes_has_the_bits_of_one_that_did_not_stop(ranks, world, name):
@@ -550,6 +553,7 @@ def passes(runner: nn.Module, batches: list[torch.Tensor]) -> None:
             runner(x).sum().backward()
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("leaves", [1, 2, 6])
 @on_ranks(2)

@@ -121,7 +121,7 @@ def check_sharded(name: str, format) -> None:
     compare(name, model, unsharded)
 
 
-@pytest.mark.thinned(of=9)
+@pytest.mark.thinned(of=27)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *BY_DTENSOR])
 @over_formats(*FORMATS)
 @on_ranks(2)

@@ -79,7 +79,7 @@ def train(make, release, backward=None, mode=None, **options):
     return left(model, optimizer)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("bucket", [0, 1 << 22])
 @pytest.mark.parametrize("kind", CONVERSIONS)
 @on_ranks(2)
@@ -125,6 +125,7 @@ def test_few_gradients_are_alive_at_a_time():
     assert alive == [1] * 9
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("kind", CONVERSIONS)
 @pytest.mark.parametrize("summed", [False, True])
 @on_ranks(2)

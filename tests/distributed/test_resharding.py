@@ -152,7 +152,7 @@ def goes_on_to_the_bit(format, mode, by_terms, folder):
     assert_same_state(whole(whole_run.state()), whole(resumed.state()))
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @pytest.mark.parametrize(
     ("format", "mode"),
     [
@@ -289,6 +289,7 @@ def test_rows_of_blocks_from_two_ranks_to_three_and_to_one(ranks, tmp_path):
     check_compact(tmp_path)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize(
     "format",
     [
