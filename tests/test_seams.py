@@ -215,13 +215,13 @@ def test_beyond_48_bits(name, format, limit):
 
 
 def check(name: str, format: mcf.Format, limit: int, where: str = "") -> None:
-    """Compare samples of an operator; a known defect must show in one of the most."""
+    """Compare samples of an operator; a known defect must show in one of those drawn."""
     known = KNOWN.get((format.name + where, name))
     large = SMALL if name in LINEAR and (where or format is mcf.fp64x2) else LARGE
     faults = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for sample in samples(name, large)[: MOST if known else limit]:
+        for sample in samples(name, large)[: DRAWN if known else limit]:
             try:
                 compare(name, sample, format)
             except AssertionError as fault:  # noqa: PERF203 (all samples are reported together)
