@@ -179,14 +179,14 @@ def limit(request) -> int:
     return FEW if request.config.option.markexpr == "not slow" else MOST
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @by_operator
 @by_format(*TERMS)
 def test_terms(name, format, limit):
     check(name, format, limit)
 
 
-@pytest.mark.thinned(of=12)
+@pytest.mark.thinned(of=24)
 @by_operator
 @by_format(*TERMS)
 def test_terms_without_float64(name, format, limit):
@@ -207,7 +207,7 @@ def test_scaled(name, format, limit):
     check(name, format, limit)
 
 
-@pytest.mark.thinned(of=6)
+@pytest.mark.thinned(of=12)
 @by_operator
 @by_format(mcf.fp64x2)
 def test_beyond_48_bits(name, format, limit):

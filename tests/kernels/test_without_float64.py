@@ -562,6 +562,7 @@ def metered(format, make, **options):
     return [-1 if x is None else x for x in tree_leaves([meter.history, meter.states])]
 
 
+@pytest.mark.slow
 @pytest.mark.with_float64("it compares figures of both")
 @pytest.mark.parametrize(
     "format",

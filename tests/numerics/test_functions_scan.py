@@ -976,7 +976,7 @@ def check(name, format):
 SCANNED = [*dict.fromkeys([*ELEMENTWISE, *CASES])]
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("name", SCANNED)
 def test_function(name, format):
     defect = KNOWN.get(name)
@@ -1080,6 +1080,7 @@ def significands(x):
     return {row if len(row) > 1 else (*row, 0.0) for row in zip(*found, strict=True)}
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize(
     "name", rotated(x for x in operators.OPERATORS if not is_scanned(x) and x not in UNCOMPARED)
 )
