@@ -34,7 +34,7 @@ CONVERSIONS = {
 }
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("kind", CONVERSIONS)
 @pytest.mark.parametrize("as_view", [False, True])
 @on_ranks(2)

@@ -75,7 +75,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize(
     "name", [*OPTIONS, "checkpointed", pytest.param("compiled", marks=pytest.mark.slow)]
 )

@@ -13,6 +13,7 @@ import mcftensor as mcf
 from support.ranks import Wire, on_ranks
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("way", ["fused", "foreach", "for-loop", "plain"])
 @on_ranks(2)
 def test_shards_are_not_gathered(way):

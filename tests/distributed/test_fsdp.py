@@ -606,6 +606,7 @@ def test_the_group_may_start_after_the_conversion(format):
         assert_same_terms(a, b)
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_the_first_rank_may_have_another_format(format):

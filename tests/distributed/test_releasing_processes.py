@@ -214,6 +214,7 @@ def left_whole(model, optimizer):
     return list(model.parameters()), [dict(optimizer.state[p]) for p in model.parameters()]
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("options", [{}, {"views": True}, {"accumulated": 2}], ids=str)
 @pytest.mark.parametrize("kind", CONVERSIONS)
 @on_ranks(2)

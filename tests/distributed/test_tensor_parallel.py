@@ -99,7 +99,7 @@ def x_of(mesh) -> torch.Tensor:
     return x.chunk(2, dim=1)[mesh.get_local_rank()]
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
 @pytest.mark.parametrize("order", ["converted first", "divided first"])
 @over_formats(*KEPT)

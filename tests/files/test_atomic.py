@@ -143,6 +143,7 @@ def test_killed_at_every_point(before, after, tmp_path):
     assert seen == {0, 1}
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize(("before", "after"), KINDS, ids=str)
 def test_an_error_at_every_point(before, after, tmp_path, monkeypatch):
     """As of a disk that is full: nothing is left of the new checkpoint, or of the old one."""

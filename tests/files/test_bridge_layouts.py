@@ -58,7 +58,7 @@ def test_weights_and_back(layout, tmp_path):
     assert_same_bits(mcf.load_file(source), foreign.MASTERS)
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("format", [None, mcf.bf16i16])
 @pytest.mark.parametrize("is_converted", [False, True])
 @pytest.mark.parametrize(

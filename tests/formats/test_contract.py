@@ -272,7 +272,7 @@ SAME = {
 class TestArithmetic:
     @over()
     @by(OUT_OF_PLACE)
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=8)
     def test_out_of_place(self, format, do):
         compute, formula = do
         x, y = sample(format, 3, 40), sample(format, 3, 40, seed=1)
@@ -293,7 +293,7 @@ class TestArithmetic:
 
     @over()
     @by(IN_PLACE)
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=8)
     def test_in_place(self, format, do):
         compute, formula = do
         x, y = sample(format, 3, 40), sample(format, 3, 40, seed=1)
@@ -489,7 +489,7 @@ def taken(format, halved):
 class TestStructure:
     @over()
     @by(VIEWS)
-    @pytest.mark.thinned(of=4)
+    @pytest.mark.thinned(of=16)
     def test_views_keep_the_format_and_share_memory(self, format, do):
         x, exact = taken(format, True)
         y = do(x)
@@ -556,7 +556,7 @@ class TestStructure:
     @over()
     @by(WHOLE_COPIES)
     @pytest.mark.parametrize("shape", [(4, 40), (2, 3, 11), (0, 7), (3, 0)], ids=str)
-    @pytest.mark.thinned(of=12)
+    @pytest.mark.thinned(of=24)
     def test_copies_go_on_as_the_original_does(self, format, do, shape):
         """They keep all that is stored, counts of writes too, in memory of their own."""
         if do is WHOLE_COPIES["pickle"] and not makes(format, "pickles"):
@@ -737,6 +737,7 @@ class TestRounding:
             assert other.with_rounding(format.rounding) is format
         assert format.nearest.rounding == ("nearest" if format.takes_key else format.rounding)
 
+    @pytest.mark.thinned(of=2)
     @over("rounding", only=lambda f: not is_nearest(f) and has_room_below_its_last_bit(f))
     def test_small_updates_survive_in_the_mean(self, format):
         """Of which rounding to nearest loses all."""

@@ -63,14 +63,14 @@ def momentum(weights, **options):
 
 
 class TestSteps:
-    @pytest.mark.thinned(of=3)
+    @pytest.mark.thinned(of=6)
     @over("parameters")
     @pytest.mark.parametrize("path", PATHS)
     @pytest.mark.parametrize("kind", [torch.optim.AdamW, momentum], ids=["AdamW", "SGD"])
     def test_small_tensors(self, format, path, kind):
         self.check(format, SMALL, path, kind)
 
-    @pytest.mark.thinned(of=3)
+    @pytest.mark.thinned(of=9)
     @over("parameters")
     @pytest.mark.parametrize("path", PATHS)
     def test_large_tensors(self, format, path):
@@ -278,7 +278,7 @@ class TestAutograd:
                     write(do(p))
         assert contract.bits(p) == before
 
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=4)
     @over("parameters")
     def test_training_goes_down(self, format):
         model = converted(format)
@@ -300,7 +300,7 @@ class TestCompiler:
     def fresh_compiler(self):
         torch.compiler.reset()
 
-    @pytest.mark.thinned(of=5)
+    @pytest.mark.thinned(of=10)
     @over()
     def test_an_update(self, format):
         def update(x, g):

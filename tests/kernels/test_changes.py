@@ -33,6 +33,7 @@ def read(coded, width):
     return indices
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 70_001])
 def test_the_digest(dtype, length):

@@ -257,6 +257,7 @@ def test_files_of_this_user_are_executed(planted, monkeypatch):
     assert trace.exists()
 
 
+@pytest.mark.thinned(of=3)
 @needs_compiler
 @pytest.mark.parametrize("what", ["file", "directory", "parent"])
 @pytest.mark.parametrize("how", ["owner", "group", "all"])
@@ -367,6 +368,7 @@ def test_a_disk_that_is_full(monkeypatch, tmp_path):
 FAST = ["-ffast-math", "-Ofast", "-funsafe-math-optimizations", "-ffp-contract=fast"]
 
 
+@pytest.mark.thinned(of=2)
 @needs_compiler
 @pytest.mark.parametrize("flag", FAST)
 def test_flags_for_fast_arithmetic_are_undone(flag, monkeypatch):
@@ -377,6 +379,7 @@ def test_flags_for_fast_arithmetic_are_undone(flag, monkeypatch):
     assert sys.float_info.min / 2 > 0
 
 
+@pytest.mark.thinned(of=2)
 @needs_compiler
 @pytest.mark.parametrize("flag", FAST)
 @pytest.mark.parametrize(("name", "operation"), [("bf16x2", "div"), ("fp32x2", "mul")])

@@ -48,7 +48,7 @@ def threads():
     torch.set_num_threads(1)
 
 
-@pytest.mark.thinned(of=5)
+@pytest.mark.thinned(of=10)
 @pytest.mark.parametrize(("name", "operation"), CASES)
 def test_every_operation(name, operation):
     format = mcf.Format.from_name(name)
@@ -126,6 +126,7 @@ def test_several_sets_some_of_which_broadcast(operation):
     same("cpp", run_sets, expression(operation, format), *alike)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "bf16x2sr"])
 def test_threads_divide_the_work_alike(name, count, threads):
@@ -215,6 +216,7 @@ class TestLayouts:
         same("cpp", run, expression("div", format), *operands)
 
 
+@pytest.mark.thinned(of=2)
 @needs_mprotect
 @pytest.mark.parametrize("at_end", [True, False])
 @pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "fp64x2", "bf16x2sr"])

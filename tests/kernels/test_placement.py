@@ -450,7 +450,7 @@ def marked(name, is_slow):
     return pytest.param(name, marks=marks)
 
 
-@pytest.mark.thinned(of=8)
+@pytest.mark.thinned(of=24)
 @pytest.mark.parametrize("name", [marked(x, x in SLOW) for x in SCENARIOS])
 def test_on_cuda(name):
     runs_alike(name, "cuda")
@@ -518,7 +518,7 @@ def test_nobody_waits_for_numbers_in_masks(format):
     assert runs_alike(f"numbers_into_masks-{format}", "cuda").waits == set()
 
 
-@pytest.mark.thinned(of=8)
+@pytest.mark.thinned(of=16)
 @pytest.mark.parametrize(
     "where",
     [

@@ -106,11 +106,13 @@ def test_marks(name, is_tried):
     assert 100 < changed < sum(lengths) - 100
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("name", ["bf16x2", "bf16x3", "fp16x2", "fp32x2"])
 def test_traces(name):
     same("triton", run_trace, *traced(mcf.Format.from_name(name), 1501))
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["bf16x2", "fp16x2", "fp32x2"])
 def test_plain_operands_with_all_payloads(name, dtype):
@@ -132,12 +134,13 @@ def test_fused_steps_over_what_is_stored(kind, formats, name):
     same(name, step, kind, formats)
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("name", STORED)
 def test_what_is_stored_is_decoded(name):
     same("triton", decoded, name, *all_stored(name))
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
 )
@@ -146,7 +149,7 @@ def test_numbers_are_encoded(name, dtype):
     same("triton", encoded, name, *(patterns(dtype, length) for length in (5003, 7, 1)))
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize(
     ("name", "operation"),
     [(name, operation) for name in ("bf16x2", "bf16x3", "fp16x2") for operation in OPERATIONS],
@@ -183,6 +186,7 @@ def test_unaligned_transposed_and_with_gaps(name):
         same("triton", run, expression("add", format), *operands)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_scalars_in_the_table_and_on_the_device(dtype):
     format = mcf.bf16x2
@@ -423,7 +427,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize(("name", "operation"), [*QUICK, *SLOW])
 def test_machine_code_of_operations(name, operation, tmp_path, monkeypatch):
     format = mcf.Format.from_name(name)
@@ -432,6 +436,7 @@ def test_machine_code_of_operations(name, operation, tmp_path, monkeypatch):
     check(program, tmp_path, monkeypatch)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize(
     ("kind", "mixture"),
     [
@@ -470,6 +475,7 @@ def _accumulators(dtype: torch.dtype, factors: int, grid: Grid) -> torch.Tensor:
     return accumulate(x, y[0] if y else None, grid)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("factors", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_exact_sums(dtype, factors, monkeypatch):

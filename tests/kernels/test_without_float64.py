@@ -728,7 +728,7 @@ def composed(name, x, backwards):
     return [result.detach(), x.grad]
 
 
-@pytest.mark.thinned(of=24)
+@pytest.mark.thinned(of=48)
 @pytest.mark.parametrize("format", LONG, ids=lambda f: f.name)
 @pytest.mark.parametrize("name", [*COMPOSED, *FORWARD])
 def test_functions_that_pytorch_composes(name, format):

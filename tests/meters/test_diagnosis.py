@@ -151,6 +151,7 @@ def run(setting):
     return subprocess.run(command, capture_output=True, check=False, env=environment, text=True)
 
 
+@pytest.mark.slow
 def test_the_environment_has_a_program_diagnosed(tmp_path):
     done = run("2")
     assert done.returncode == 0

@@ -20,7 +20,7 @@ def test_all_classes_of_torch_are_here():
     assert {case.values[0] for case in CASES} == set(OPTIMIZERS)
 
 
-@pytest.mark.thinned(of=12)
+@pytest.mark.thinned(of=24)
 @pytest.mark.parametrize("kind", [*PLAIN, mcf.bf16x2, mcf.bf16x3], ids=str)
 @pytest.mark.parametrize(("cls", "flags"), CASES)
 def test_torch_optimizers(cls, flags, kind):
@@ -31,7 +31,7 @@ def test_torch_optimizers(cls, flags, kind):
         assert edq.last["ratio"] == pytest.approx(1.0, abs=5e-5)
 
 
-@pytest.mark.thinned(of=5)
+@pytest.mark.thinned(of=10)
 @pytest.mark.parametrize("kind", [mcf.fp16x2, mcf.fp32x2, mcf.fp32x3, mcf.fp64x2], ids=str)
 @pytest.mark.parametrize(
     ("cls", "flags"),
@@ -159,6 +159,7 @@ def test_lbfgs_is_reported_as_not_metered():
     assert edq.last is None
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, mcf.bf16x2, mcf.fp32x3], ids=str)
 def test_limits_of_the_dtype_are_the_real_ones(kind):
     # Adafactor's default eps is that of the parameter's dtype, and large beside these gradients.

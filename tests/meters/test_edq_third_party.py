@@ -28,7 +28,7 @@ PACKAGE = [
 ]  # fmt: skip
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, mcf.bf16x2], ids=str)
 @pytest.mark.parametrize("name", PACKAGE)
 def test_classes_of_pytorch_optimizer(name, kind):
@@ -38,7 +38,7 @@ def test_classes_of_pytorch_optimizer(name, kind):
     assert_metered(lambda groups: cls(groups, lr=1e-3), kind, MATRICES)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, mcf.bf16x2], ids=str)
 @pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
 def test_schedulefree(name, kind):

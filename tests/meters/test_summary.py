@@ -59,7 +59,7 @@ def bytes_of(x):
 # ---------------------------------------------------------------------------- predicted, measured
 
 
-@pytest.mark.thinned(of=12)
+@pytest.mark.thinned(of=36)
 @pytest.mark.parametrize("mode", [None, "light", "plus", "full", "plain"])
 @pytest.mark.parametrize(("cls", "flags"), CASES)
 def test_what_is_predicted_is_there_after_a_step(cls, flags, mode):
@@ -121,6 +121,7 @@ def test_groups_of_other_options():
     assert ("0.bias", "max_exp_avg_sq") not in states
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("name", ["Lion", "CAME", "SM3", "AdaFactor", "Lamb", "Adan"])
 def test_optimizers_of_other_packages(name):
     optimizers = pytest.importorskip("pytorch_optimizer")

@@ -62,6 +62,7 @@ def test_single_cases(data, pair):
     assert_rounded_once(tuple(t.reshape(1) for t in x), source, target)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize(
     ("source", "target"),
     [(a, b) for a, b in PAIRS if torch.float16 not in (a.base, b.base)],  # it has too small a range
@@ -86,6 +87,7 @@ def test_a_tie_is_decided_by_what_lies_far_behind():
         )
 
 
+@pytest.mark.thinned(of=2)
 @every_pair
 def test_special_values(source, target):
     plain = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0], dtype=source.base)

@@ -276,7 +276,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=8)
 @FORMATS
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_functions_of_differences(name, format):
@@ -358,6 +358,7 @@ PATHS = {
 ROUNDED = pytest.mark.with_float64("mapped, it is a norm of rounded differences without it")
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=ROUNDED if x == "dist" else ()) for x in PATHS]
 )

@@ -126,6 +126,7 @@ def test_every_bf16_product(difference):
     assert same(p, exact.float().bfloat16())  # the float32 is exact
 
 
+@pytest.mark.thinned(of=2)
 @given(st.data())
 @settings(max_examples=100, deadline=None)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -214,6 +215,7 @@ def test_split_of_the_largest_numbers(dtype):
 # --------------------------------------------------------------------------- fma and square root
 
 
+@pytest.mark.thinned(of=2)
 @every_dtype
 def test_fma_is_rounded_once(dtype):
     rng = np.random.default_rng(5)
@@ -464,7 +466,7 @@ def step_samples(ops):
     yield ops.unscale_, ([*v], "bf16x2", scale)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=6)
 @pytest.mark.unwatched("opcheck's own modes do not work under the mode that watches")
 @pytest.mark.parametrize(("operator", "arguments"), [*operator_samples()])
 def test_operators_keep_pytorchs_rules(operator, arguments):

@@ -41,7 +41,7 @@ def precise():
         yield
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=12)
 @by_format
 @pytest.mark.parametrize("name", [*FUNCTIONS, *PAIRS])
 def test_functions(name, format):
@@ -280,7 +280,7 @@ LACKING = {
 lacking = pytest.mark.parametrize(("function", "exact"), LACKING.values(), ids=LACKING)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @lacking
 @pytest.mark.parametrize(
     "kind",

@@ -23,6 +23,7 @@ def modes(format):
     return [nullcontext()] if format.dtype == torch.float64 else [nullcontext(), no_float64()]
 
 
+@pytest.mark.thinned(of=2)
 @LONG
 @pytest.mark.parametrize(
     ("make", "expected"),
@@ -122,6 +123,7 @@ def nearest_of(whole: int, bits: int) -> int:
     return round(Fraction(whole, 2**dropped)) * 2**dropped
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize(
     "format", [mcf.bf16x3, mcf.fp32x2, mcf.fp32x3, mcf.fp64x2], ids=lambda f: f.name
 )

@@ -152,6 +152,7 @@ def same_bits(x, y):
 # ----------------------------------------------------------------------------------- right and bare
 
 
+@pytest.mark.thinned(of=2)
 @over_floats
 @few
 @given(**cases)
@@ -177,6 +178,7 @@ def test_products_and_norms_are_rounded_once(dtype, seed, pattern, size):
     assert is_nearest(mcf.exact.norm(x), root_of(square))
 
 
+@pytest.mark.thinned(of=2)
 @over_floats
 @few
 @given(**cases)
@@ -281,7 +283,7 @@ def test_accumulators_of_several_types_merge():
     assert is_nearest(rounded_sum(accumulate_all(parts), torch.float64), exact)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @over_floats
 def test_on_the_host(dtype):
     """Small numbers and large ones, whose squares no float32 holds, and special ones."""
@@ -424,7 +426,7 @@ def a_batch(dtype=torch.float64):
     return x.requires_grad_()
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @over_functions
 def test_gradients(name):
     assert gradcheck(FUNCTIONS[name], (a_batch(),))

@@ -133,6 +133,7 @@ def test_grow_with_numbers_of_any_size(f):
     assert add_error(result, x, (a,)).max() <= BOUNDS["add"][f][0]
 
 
+@pytest.mark.thinned(of=2)
 @every_format
 def test_mul(f):
     x, y, _ = operands(f, 2)
@@ -141,6 +142,7 @@ def test_mul(f):
     assert within("mul", f, mul_error(result, x, y))
 
 
+@pytest.mark.thinned(of=2)
 @every_format
 def test_div(f):
     x, y, _ = operands(f, 3)
@@ -153,6 +155,7 @@ def test_div(f):
     assert within("div", f, div_error(result, x, y))
 
 
+@pytest.mark.thinned(of=2)
 @every_format
 def test_sqrt(f):
     x = magnitude(operands(f, 4)[0])
@@ -281,6 +284,7 @@ def test_lerp_ends_where_it_should():
 # ------------------------------------------------------------------------------- renormalization
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("terms", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_renormalize(dtype, terms):
@@ -352,6 +356,7 @@ def test_special_values_are_those_of_the_base(f):
     assert same(result, with_zero_tails(x * y + z, f))
 
 
+@pytest.mark.thinned(of=3)
 @every_format
 def test_infinities_meet_expansions(f):
     x = expand(torch.tensor([1.1, -1.1, 3.3]), f)
@@ -467,7 +472,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.thinned(of=6)
+@pytest.mark.thinned(of=18)
 @every_format
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_broadcasting(f, shapes):

@@ -29,7 +29,7 @@ def _marked(names):
 by_name = pytest.mark.parametrize("name", _marked(functions.FUNCTIONS))
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=12)
 @pytest.mark.parametrize("format", [mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
 @pytest.mark.parametrize("name", _marked(x for x in functions.FUNCTIONS if "bessel_k" not in x))
 def test_function(name, format):

@@ -976,7 +976,7 @@ def check(name, format):
 SCANNED = [*dict.fromkeys([*ELEMENTWISE, *CASES])]
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("name", SCANNED)
 def test_function(name, format):
     defect = KNOWN.get(name)

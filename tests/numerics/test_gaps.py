@@ -93,7 +93,7 @@ def at(function, *columns):
         return list(map(of, *columns))
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=12)
 @by_format
 @pytest.mark.parametrize(
     "name",

@@ -182,6 +182,7 @@ CASES = {
 }
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_against_float64(name, dtype):

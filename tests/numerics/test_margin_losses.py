@@ -24,7 +24,7 @@ def values_and_gradient(loss, x):
     return found.detach(), x.grad
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @FORMATS
 @REDUCTIONS
 @pytest.mark.parametrize("labels", [[0, 1, -1, 0], [[0, 1, -1, 0], [3, -1, 2, 1], [1, 2, 0, 3]]])

@@ -83,6 +83,7 @@ def magnitude(x):
     return tuple(torch.where(x[0] < 0, -t, t) for t in x)
 
 
+@pytest.mark.thinned(of=2)
 @every
 def test_add(dtype, terms):
     x, y, _ = operands(dtype, terms, 0)
@@ -131,7 +132,7 @@ def test_the_bound_of_mul2_is_nearly_reached(dtype):
     assert 0.8 * 4 <= mul_error(result, x, y).max() <= 4
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @every
 def test_fma(dtype, terms):
     x, y, z = operands(dtype, terms, 3)

@@ -332,6 +332,7 @@ def test_counts_out_of_range(count):
         layout_of(count)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
 @pytest.mark.parametrize("name", ["cpp", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

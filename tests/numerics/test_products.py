@@ -70,7 +70,7 @@ def largest_error(x, y, terms, bits, machine):
     return max(errors)
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @over_machines
 @pytest.mark.parametrize("by", [0, 4, 12])
 def test_the_bound(format, machine, by):

@@ -163,6 +163,7 @@ def test_collapse_of_ties_that_a_far_tail_decides(f, dtype):
     assert (integers(collapse(terms, dtype), 1074) == round_integers(exact, dtype, 1074)).all()
 
 
+@pytest.mark.thinned(of=2)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 @every_format
@@ -218,6 +219,7 @@ def sums_beside_ties(f, size, seed):
     return (x.view(torch.int64) + step).view(torch.float64)
 
 
+@pytest.mark.thinned(of=3)
 @every_format
 @pytest.mark.parametrize("source", [torch.float64, torch.float32])
 def test_splits_are_normalized_and_nearest(f, source):

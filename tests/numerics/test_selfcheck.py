@@ -58,6 +58,7 @@ def leading_terms(x, y, format=None):
     return x[0] * y[0], *(torch.zeros_like(t) for t in x[1:])
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize(
     ("module", "name", "broken", "named"),
     [

@@ -153,6 +153,7 @@ class TestBalancedNoise:
                 assert found.bits(8).tolist() == [x >> 24 for x in wanted]
                 assert found.bits(16).tolist() == [x >> 16 for x in wanted]
 
+    @pytest.mark.thinned(of=2)
     @pytest.mark.parametrize("stream", range(4))
     def test_round_ups_are_right_to_a_logarithm(self, stream):
         """Of T writes with one remainder; independent numbers are off by up to 90 here."""

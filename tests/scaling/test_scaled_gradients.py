@@ -171,6 +171,7 @@ def check(function, shapes, exponents, s):
         assert error <= 2.0**-8 * y.grad.abs().max()
 
 
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("name", ANY)
 @FEW
 @given(exponents=st.lists(EXPONENTS, min_size=3, max_size=3), s=EXPONENTS)
@@ -181,6 +182,7 @@ def test_gradients_at_any_scale(name, exponents, s):
     check(function, shapes, exponents[: len(shapes)], s)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("name", NEAR_ONE)
 @FEW
 @given(s=EXPONENTS)

@@ -92,6 +92,7 @@ def test_products_take_the_leading_float16_of_an_integer_tail():
     assert p.grad.format is FP16
 
 
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("k", [-200, -80, -40, 60, 200])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum"])

@@ -35,6 +35,7 @@ from mcftensor.kernels.without_float64 import has_float64
 from support.leftovers import remember, restore
 from support.no_float64 import no_float64
 
+remember()  # which imports modules of torch, for all processes that are forked
 TIMEOUT = 90
 """Seconds that a test may take on all processes together."""
 

@@ -138,7 +138,7 @@ class TestForms:
         "abs": (lambda x, a, b: (x,), {}),
     }
 
-    @pytest.mark.thinned(of=3)
+    @pytest.mark.thinned(of=12)
     @pytest.mark.parametrize("name", CASES)
     @pytest.mark.parametrize("plain", [False, True], ids=["expansions", "plain operands"])
     def test_agree(self, name, plain, format, device):

@@ -43,6 +43,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_backward(name, format):

@@ -109,6 +109,7 @@ class TestTheSalt:
         assert salt(mcf.as_expansion(model["a"].weight.detach(), other)) == salt_of("a.weight")
         assert salt(made(format, 3)) == 0
 
+    @pytest.mark.thinned(of=2)
     @pytest.mark.parametrize("fused", [False, True])
     def test_each_state_has_its_own(self, format, fused):
         def trained(*other_tensors):
@@ -241,6 +242,7 @@ class TestPieces:
         room[4:].copy_(x[4:].flatten().repeat(2))
         assert salt(room[4:]) == salt(x[4:])
 
+    @pytest.mark.thinned(of=2)
     @pytest.mark.parametrize("backend", ["aot_eager"])
     def test_compiled(self, format, backend):
         if format.dtype == torch.float32:

@@ -103,6 +103,7 @@ def test_losses(name, format):
     assert_near(gradient(lambda y: loss(y, t), x), expected, 2)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("p", [1, 2])
 def test_multi_margin_loss(p, format):
     x, weight = sample(format, *SHAPE), sample(format, 4, seed=1).abs()

@@ -63,7 +63,7 @@ def outcome(module, args, kwargs):
     return found | dict(module.named_buffers())
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("name", rotated(INFOS))
 def test_module(name):
     with warnings.catch_warnings():

@@ -25,7 +25,7 @@ NOTHING_TO_WRITE = {"equal", "normal.number_mean"}
 NOT_INTO_PLAIN = {"_batch_norm_with_update", "linalg.solve", "linalg.solve_ex"}
 
 
-@pytest.mark.thinned(of=15)
+@pytest.mark.thinned(of=45)
 @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.fp32x2], ids=lambda f: f.name)
 @pytest.mark.parametrize("name", variants.IN_PLACE)
 def test_in_place(name, format):
@@ -36,7 +36,7 @@ def test_in_place(name, format):
     assert (outcome.computed > 0) == (computes and not raises)
 
 
-@pytest.mark.thinned(of=15)
+@pytest.mark.thinned(of=45)
 @pytest.mark.parametrize("name", variants.WITH_OUT)
 def test_out(name):
     outcome = variants.with_out(name, mcf.bf16x2, limit=1)

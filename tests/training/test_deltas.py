@@ -73,7 +73,7 @@ def way_of_kernels(request, monkeypatch):
     execute.kernel_of.cache_clear()
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_server_follows(format, way):

@@ -46,7 +46,7 @@ def error(cls, flags, kind, **options):
     return float((displacement(cls, flags, kind, **options) - reference).norm() / reference.norm())
 
 
-@pytest.mark.thinned(of=15)
+@pytest.mark.thinned(of=30)
 @pytest.mark.parametrize("gradients", ["plain", "expansions"])
 @pytest.mark.parametrize("kind", [mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
 @pytest.mark.parametrize(("cls", "flags"), CASES)

@@ -42,7 +42,7 @@ def test_what_lies_beyond_is_named_and_nothing_is_converted():
     assert (model[3].weight.format, model[3].weight[1, 2].item()) == (mcf.bf16i8, 7e4)
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("path", ["for-loop", "foreach"])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RAdam])
@@ -71,6 +71,7 @@ def test_the_bits_of_float32_in_the_range_of_float16(make, path, kind):
             assert torch.equal(mcf.as_plain(optimizers[0].state[p][name], torch.float32), state)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("format", [mcf.fp16i16, mcf.fp16i8], ids=str)
 @pytest.mark.parametrize("mode", [None, "compact", {"exp_avg": mcf.bf16i16}], ids=str)
 def test_the_weight_that_trains_is_the_weight_that_serves(format, mode):

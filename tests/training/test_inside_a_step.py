@@ -549,6 +549,7 @@ FORMATS = ["bf16x3", *(pytest.param(x, marks=pytest.mark.slow) for x in (
 REFUSED_WITHOUT_FLOAT64 = {"igamma_", "igammac_", "ldexp_", "resize_as_"}
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "dtype",

@@ -74,6 +74,7 @@ def kinds(optimizer, name="wide"):
     return [getattr(x, "format", x.dtype) for x in found]
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize(
     "format",
     [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2, mcf.fp64x2, mcf.bf16i16],

@@ -45,7 +45,7 @@ def test_every_class_has_its_sample():
     assert all(configuration in configurations(name) for name, configuration in SAMPLE.items())
 
 
-@pytest.mark.thinned(of=9)
+@pytest.mark.thinned(of=18)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 @pytest.mark.parametrize(
     "case",

@@ -148,7 +148,7 @@ def run(kind, keywords, path, weights, *, steps=6, lr=1e-2, collage=None):
     return optimizer
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=9)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("kind", "keywords"),

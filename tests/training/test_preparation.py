@@ -65,7 +65,7 @@ def plain_states(model, optimizer):
                 yield (i, name), mcf.as_plain(x, torch.float32) if x.is_floating_point() else x
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize(
     "case",
     [
@@ -105,7 +105,7 @@ def test_a_run_in_float32_goes_on_with_its_bits(case):
     assert [g["lr"] for g in own.param_groups] == [g["lr"] for g in other.param_groups]
 
 
-@pytest.mark.thinned(of=12)
+@pytest.mark.thinned(of=36)
 @pytest.mark.parametrize("mode", ["light", "plus", "full", "compact", None])
 @pytest.mark.parametrize(("cls", "flags"), CASES)
 def test_in_every_mode_updates_go_on(cls, flags, mode):

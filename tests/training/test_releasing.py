@@ -83,7 +83,7 @@ def assert_alike(build, options=None, **kwargs):
 # ------------------------------------------------------------------------------------ the same bits
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("bucket", [0, 100, 1 << 22])
 @pytest.mark.parametrize("flags", PATHS, ids=str)
 @pytest.mark.parametrize("kind", FORMATS)
@@ -128,7 +128,7 @@ def test_the_first_step_needs_no_more_memory_than_the_others(monkeypatch):
     assert max(alive) <= 1
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize(("cls", "flags"), CASES)
 def test_every_optimizer_of_torch(cls, flags):
     def build():

@@ -192,7 +192,7 @@ def run(where, update, format=mcf.bf16x2):
     return exact(p).mean().item(), found
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("update", LOSES, ids=lambda x: x.__name__)
 @pytest.mark.parametrize("where", OUTSIDE, ids=lambda x: x.__name__)
 def test_copies_outside_of_a_step_lose_updates_and_warn_once(where, update):
