@@ -23,6 +23,7 @@ def status(tmp_path):
     return run
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

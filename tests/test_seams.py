@@ -186,7 +186,7 @@ def test_terms(name, format, limit):
     check(name, format, limit)
 
 
-@pytest.mark.thinned(of=36)
+@pytest.mark.thinned(of=6)
 @by_operator
 @by_format(*TERMS)
 def test_terms_without_float64(name, format, limit):

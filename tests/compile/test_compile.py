@@ -121,6 +121,7 @@ class TestFunctions:
         for x, y in zip(xs, ys, strict=True):
             assert_same_terms(x, y)
 
+    @pytest.mark.thinned(of=2)
     def test_numbers_put_into_places(self, format):
         def place(x):
             return (
@@ -375,6 +376,7 @@ class TestOptimizerSteps:
             assert ((exact(p) - exact(q)).abs() <= tail + moved).all()
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16x3, mcf.bf16i16, mcf.bf16i8], ids=str)
 @pytest.mark.unwatched("the mode that watches has functions compiled again")
 def test_functions_that_a_step_compiles(format):

@@ -24,7 +24,7 @@ def of_rank(rank: int, format: mcf.Format, *shape: int) -> mcf.MCFTensor:
     return sample(format, *(shape or (3, 2)), seed=rank)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 @on_ranks(2)
 def test_every_term_moves(format):
@@ -69,7 +69,7 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 @on_ranks(2)
 def test_reductions_have_the_precision_of_the_format_and_the_same_bits_on_all_ranks(format):

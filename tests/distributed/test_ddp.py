@@ -56,6 +56,7 @@ def batch(step: int = 0) -> torch.Tensor:
     return torch.randn(8, 6, generator=generator).bfloat16()
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_every_rank_starts_with_every_term_of_the_first(format):
@@ -75,7 +76,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.thinned(of=6)
+@pytest.mark.thinned(of=12)
 @pytest.mark.parametrize(
     "name", [*OPTIONS, "checkpointed", pytest.param("compiled", marks=pytest.mark.slow)]
 )
@@ -101,6 +102,7 @@ def test_gradients_are_those_of_plain_bf16(format, name):
             torch.testing.assert_close(grad, grads[1][key], rtol=0, atol=0)
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_as_many_bytes_travel_as_of_plain_bf16(format):
@@ -113,6 +115,7 @@ def test_as_many_bytes_travel_as_of_plain_bf16(format):
     assert wires[0] == wires[1] == {"allreduce_": sum(2 * p.numel() for p in model.parameters())}
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_a_step_by_the_mean_of_gradients_leaves_all_ranks_alike(format):
@@ -159,6 +162,7 @@ def test_edq_reads_the_same_on_every_rank(format):
         assert readings[0]["ratio"] > 0.99 > readings[0]["ratio_leading"]
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_ranks_with_fewer_batches_join(format):
@@ -197,6 +201,7 @@ def test_states_divided_by_the_zero_redundancy_optimizer(format, mode):
         assert_same_terms(p, q)
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_averaging_models_keeps_every_term(format):

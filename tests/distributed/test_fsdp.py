@@ -154,6 +154,7 @@ def test_resharding_to_smaller_groups(format):
         assert_same_terms(whole(p), whole(q))
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @over_formats(*IN_MODULES)
 @on_ranks(2)
@@ -169,6 +170,7 @@ def test_a_wider_compute_type_receives_what_it_can_hold(format, dtype):
     assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_every_rank_holds_its_part_of_every_term(format):
@@ -192,6 +194,7 @@ def test_every_rank_holds_its_part_of_every_term(format):
         assert type(p.grad.to_local()) is torch.Tensor
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_sharding_and_gathering_keep_every_term(format):
@@ -318,6 +321,7 @@ def test_dtensors_of_plain_tensors_want_one_dtype_as_ever():
         torch._foreach_lerp_([x], [y], 0.5)
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_gradients_are_added_up_before_they_are_reduced(format):
@@ -408,6 +412,7 @@ def test_initialized_after_sharding_on_the_meta_device(format):
     assert torch.equal(model(batch()), plain(batch()))
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_as_many_bytes_travel_as_of_plain_bf16(format):
@@ -488,6 +493,7 @@ def test_sharded_along_another_dimension(format):
         assert_same_parameters(model, unsharded)
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_frozen_layers_are_plain(format):
@@ -526,6 +532,7 @@ def test_conversion_of_sharded_modules_is_refused():
         mcf.as_plain(model)
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_modules_are_not_taken_out_of_the_format(format):
@@ -588,6 +595,7 @@ def test_numbers_beside_shards_are_loaded_as_they_are():
         assert found.equal(expected)
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_the_group_may_start_after_the_conversion(format):
@@ -626,6 +634,7 @@ def test_the_first_rank_may_have_another_format(format):
             )
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(mcf.bf16x3, *IN_MODULES)
 @on_ranks(2)
 def test_conversion_of_distributed_tensors(format):

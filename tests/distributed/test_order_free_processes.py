@@ -264,6 +264,7 @@ def compared(**arguments):
 compared.check = compared
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_without_it_most_bits_differ():
     """What the tests above would see."""
@@ -290,6 +291,7 @@ def test_meters_read_the_same_on_every_number_of_processes(ranks, kind, name, wo
     ranks.run(world, "gloo", __name__, "compared", arguments)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_sums_of_meters_in_the_order_of_torch_differ():
     """What the tests above would see: dot products in float64, of each process and then of all."""

@@ -207,6 +207,7 @@ def test_counts_of_two_dimensions_are_saved_as_of_the_whole():
     assert_counts_are_of_the_whole(nn.ParameterDict({"x": nn.Parameter(divided)}))
 
 
+@pytest.mark.thinned(of=2)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_divided_layers_become_plain_again(format):

@@ -70,6 +70,7 @@ def refuse(path, message):
     assert not (path.parent / "converted").exists()
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize(
     "kind",

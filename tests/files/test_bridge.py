@@ -270,6 +270,7 @@ class TestOptimizers:
         mcf.checkpoint.convert_checkpoint(tmp_path / "run.pt", tmp_path / "to")
         return model, optimizer
 
+    @pytest.mark.thinned(of=2)
     @pytest.mark.parametrize("optimizer_of", [
         lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -303,6 +304,7 @@ class TestOptimizers:
         assert states["state.0.step"].dtype == torch.float32
         assert any("exp_avg" in name for name in done.lost)
 
+    @pytest.mark.thinned(of=2)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize(
         ("optimizer_of", "expected"),

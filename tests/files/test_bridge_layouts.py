@@ -44,7 +44,7 @@ def moments(optimizer, model):
     }
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("layout", foreign.EXACT)
 def test_weights_and_back(layout, tmp_path):
     source = foreign.EXACT[layout](tmp_path)
@@ -426,6 +426,7 @@ class TestZero:
             content.get("optimizer_state_dict", {}).pop("param_slice_mappings", None)
             torch.save(content, file)
 
+    @pytest.mark.thinned(of=2)
     @pytest.mark.parametrize("stage", [1, 2, 3])
     @pytest.mark.parametrize("world", [1, 2, 5, 8])
     def test_numbers_of_processes(self, stage, world, tmp_path):

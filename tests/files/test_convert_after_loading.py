@@ -75,7 +75,7 @@ def trained(format=mcf.bf16x2, mode=None, steps=3):
     return Trained(mcf.as_expansion(new(), format), mode).train(steps, seed=1)
 
 
-@pytest.mark.thinned(of=9)
+@pytest.mark.thinned(of=18)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: getattr(f, "name", "default"))
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
@@ -237,6 +237,7 @@ class TestMemory:
         model.load_state_dict(trained().model.state_dict())
         return model
 
+    @pytest.mark.thinned(of=2)
     @pytest.mark.parametrize(
         "end",
         [
@@ -270,6 +271,7 @@ class TestMemory:
         assert len(alive) == 3  # the buffers
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize(
     ("format", "dtype"),

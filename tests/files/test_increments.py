@@ -51,7 +51,7 @@ def require_same(loaded, expected):
             assert torch.equal(*(z.reshape(-1).view(torch.uint8) for z in (x, y)))
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize(
     ("format", "way"), [(x, "fused") for x in FORMATS] + [(mcf.bf16x2, x) for x in list(WAYS)[1:]]
 )

@@ -28,7 +28,7 @@ def gone_on(request, tmp_path_factory):
     return folder
 
 
-@pytest.mark.thinned(of=6)
+@pytest.mark.thinned(of=12)
 @pytest.mark.parametrize("i", range(len(RUNS)), ids=lambda i: "-".join(map(str, RUNS[i])))
 def test_goes_on_to_the_bit(i, gone_on):
     whole = Run(*RUNS[i], seed=i).train(20)

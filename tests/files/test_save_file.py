@@ -215,6 +215,7 @@ class TestModels:
         for p, q in zip(plain.parameters(), model.parameters(), strict=True):
             assert_same_terms(mcf.as_expansion(p.detach(), q.format), q)
 
+    @pytest.mark.thinned(of=2)
     @pytest.mark.parametrize(
         "stored",
         [

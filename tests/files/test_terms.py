@@ -158,6 +158,7 @@ class TestTermsThatAnotherProgramHasChanged:
         assert torch.equal(x.components[0], terms["x"])
         assert not any(tail.any() for tail in x.components[1:])
 
+    @pytest.mark.thinned(of=2)
     def test_or_all(self, format, how):
         """Which are normalized then; any integer tail is."""
         terms = changed(format, CHANGES[how])

@@ -82,6 +82,7 @@ class TestConversion:
         assert error.max() <= bound + 2.0**-53
         assert format.precision > 40 or error.max() > bound / 10
 
+    @pytest.mark.thinned(of=2)
     @over("range")
     def test_bit_patterns(self, format):
         """Each number within its own precision, as far as that reaches; the others in steps."""
@@ -163,7 +164,7 @@ class TestConversion:
                 x = mcf.as_expansion(torch.ones(shape), format)
                 assert torch.equal(numbers(x), torch.ones(shape, dtype=torch.float64))
 
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=4)
     @over(only=lambda f: not propagates(f))
     @pytest.mark.parametrize("other", [mcf.fp32x2, mcf.bf16i16, mcf.bf16x3], ids=lambda f: f.name)
     def test_from_other_formats_and_into_them(self, format, other):
@@ -272,7 +273,7 @@ SAME = {
 class TestArithmetic:
     @over()
     @by(OUT_OF_PLACE)
-    @pytest.mark.thinned(of=8)
+    @pytest.mark.thinned(of=16)
     def test_out_of_place(self, format, do):
         compute, formula = do
         x, y = sample(format, 3, 40), sample(format, 3, 40, seed=1)
@@ -293,7 +294,7 @@ class TestArithmetic:
 
     @over()
     @by(IN_PLACE)
-    @pytest.mark.thinned(of=8)
+    @pytest.mark.thinned(of=16)
     def test_in_place(self, format, do):
         compute, formula = do
         x, y = sample(format, 3, 40), sample(format, 3, 40, seed=1)
@@ -310,7 +311,7 @@ class TestArithmetic:
         assert found.format is format
         assert_near(found, expected, 2 * loss(format))
 
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=4)
     @over()
     @by(TO_FLOAT64)
     def test_reductions_and_functions(self, format, do):
@@ -320,7 +321,7 @@ class TestArithmetic:
         bound = 16 * max(last, 2.0**-50)
         assert ((numbers(found) - expected).abs() <= bound * expected.abs().max()).all()
 
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=4)
     @over()
     @by(SAME)
     def test_comparisons(self, format, do):
@@ -522,7 +523,7 @@ class TestStructure:
 
     @over()
     @by(ACROSS)
-    @pytest.mark.thinned(of=4)
+    @pytest.mark.thinned(of=8)
     def test_views_across_rows(self, format, do):
         """Whole blocks alone are viewed; other formats are viewed in any way."""
         x, exact = taken(format, True)
@@ -556,7 +557,7 @@ class TestStructure:
     @over()
     @by(WHOLE_COPIES)
     @pytest.mark.parametrize("shape", [(4, 40), (2, 3, 11), (0, 7), (3, 0)], ids=str)
-    @pytest.mark.thinned(of=24)
+    @pytest.mark.thinned(of=48)
     def test_copies_go_on_as_the_original_does(self, format, do, shape):
         """They keep all that is stored, counts of writes too, in memory of their own."""
         if do is WHOLE_COPIES["pickle"] and not makes(format, "pickles"):
@@ -578,7 +579,7 @@ class TestStructure:
 
     @over()
     @by(COPIES)
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=4)
     def test_copies_of_rows(self, format, do):
         for is_halved in (False, True):
             x, exact = taken(format, is_halved)
@@ -590,7 +591,7 @@ class TestStructure:
 
     @over()
     @by(COPIES_ACROSS)
-    @pytest.mark.thinned(of=4)
+    @pytest.mark.thinned(of=8)
     def test_copies_across_rows(self, format, do):
         for is_halved in (False, True):
             x, exact = taken(format, is_halved)
@@ -598,6 +599,7 @@ class TestStructure:
             assert type(y) is torch.Tensor if shares(format) else keeps(y, format)
             assert_moved(y, do(exact))
 
+    @pytest.mark.thinned(of=2)
     @over()
     @pytest.mark.parametrize("shape", [(4, 40), (2, 3, 11), (0, 7)], ids=str)
     def test_factories(self, format, shape):
@@ -671,7 +673,7 @@ def values(x, *shape):
 class TestWritesIntoPlaces:
     @over()
     @by(WRITES)
-    @pytest.mark.thinned(of=6)
+    @pytest.mark.thinned(of=12)
     def test_round_to_nearest_and_do_not_count(self, format, do):
         for is_halved in (False, True):
             x, exact = taken(format, is_halved)
@@ -737,7 +739,7 @@ class TestRounding:
             assert other.with_rounding(format.rounding) is format
         assert format.nearest.rounding == ("nearest" if format.takes_key else format.rounding)
 
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=4)
     @over("rounding", only=lambda f: not is_nearest(f) and has_room_below_its_last_bit(f))
     def test_small_updates_survive_in_the_mean(self, format):
         """Of which rounding to nearest loses all."""

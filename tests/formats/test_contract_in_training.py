@@ -63,7 +63,7 @@ def momentum(weights, **options):
 
 
 class TestSteps:
-    @pytest.mark.thinned(of=6)
+    @pytest.mark.thinned(of=12)
     @over("parameters")
     @pytest.mark.parametrize("path", PATHS)
     @pytest.mark.parametrize("kind", [torch.optim.AdamW, momentum], ids=["AdamW", "SGD"])
@@ -104,7 +104,7 @@ class TestSteps:
     @over("parameters", "modes")
     @pytest.mark.parametrize("path", PATHS)
     @pytest.mark.parametrize("mode", ["full", "plus", "light", "compact"])
-    @pytest.mark.thinned(of=6)
+    @pytest.mark.thinned(of=12)
     def test_modes(self, format, mode, path):
         p = parameter(format, 6, 64)
         q = nn.Parameter(numbers(p))
@@ -193,7 +193,7 @@ class TestFiles:
 
     @over("parameters")
     @pytest.mark.parametrize("path", PATHS)
-    @pytest.mark.thinned(of=6)
+    @pytest.mark.thinned(of=12)
     def test_a_run_goes_on_with_the_same_bits(self, format, path):
         """Whatever the generator has drawn, unless rounding draws from it."""
 
@@ -328,7 +328,7 @@ class TestCompiler:
             assert_same(y, x)
             assert_same(found, expected)
 
-    @pytest.mark.thinned(of=4)
+    @pytest.mark.thinned(of=8)
     @over("parameters", "plain gradients")
     def test_a_module(self, format):
         model = converted(format)
@@ -363,6 +363,7 @@ def mesh(tmp_path_factory):
 
 
 class TestProcesses:
+    @pytest.mark.thinned(of=2)
     @over("processes")
     def test_distributed_tensors(self, format, mesh):
         x = sample(format, 5, 40)

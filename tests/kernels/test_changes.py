@@ -70,6 +70,7 @@ def test_the_digest_of_a_change(dtype):
     assert (changes.digest_of(old) + change) % 2**64 == changes.digest_of(made)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("density", [0.00002, 0.0005, 0.01, 0.1, 0.3, 0.6, 1.0])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
 def test_changes_come_back(density, dtype):

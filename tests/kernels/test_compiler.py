@@ -379,7 +379,7 @@ def test_flags_for_fast_arithmetic_are_undone(flag, monkeypatch):
     assert sys.float_info.min / 2 > 0
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @needs_compiler
 @pytest.mark.parametrize("flag", FAST)
 @pytest.mark.parametrize(("name", "operation"), [("bf16x2", "div"), ("fp32x2", "mul")])

@@ -86,7 +86,7 @@ def chosen(vectors, scalars, index):
     return [torch.where(x < y, x, y), torch.where((x == y) | (x >= 100), y + 1, x), (x > 3) * y]
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("body", [arithmetic, on_bits, chosen])
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_integers_wrap_around_at_their_own_width(kernels, dtype, body):
@@ -129,6 +129,7 @@ def test_conversions(kernels, source):
         same_bits(kernels, lambda xs, *_: [xs[0].to(x) for x in targets], vectors, targets)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize(
     "size",
     [1, 2, 4, pytest.param(8, marks=pytest.mark.with_float64("float64 is among the types"))],
@@ -228,7 +229,7 @@ def decode8(vectors, scalars, index):
     return [pattern.view(torch.float32)]
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(
     ("encode", "decode", "tail"),

@@ -48,7 +48,7 @@ def threads():
     torch.set_num_threads(1)
 
 
-@pytest.mark.thinned(of=10)
+@pytest.mark.thinned(of=20)
 @pytest.mark.parametrize(("name", "operation"), CASES)
 def test_every_operation(name, operation):
     format = mcf.Format.from_name(name)
@@ -58,6 +58,7 @@ def test_every_operation(name, operation):
         same("cpp", run, expression(operation, format), *operands)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("name", ["bf16x2", "fp16x2", "fp32x2", "fp64x2", "bf16x2sr"])
 def test_scalars(name):
     format = mcf.Format.from_name(name)
@@ -149,6 +150,7 @@ static void run(
 """
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_each_element_has_one_thread(count, threads, monkeypatch, tmp_path):
     """In large tensors those of PyTorch's own threads, but for a few where one ends."""
@@ -216,7 +218,7 @@ class TestLayouts:
         same("cpp", run, expression("div", format), *operands)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @needs_mprotect
 @pytest.mark.parametrize("at_end", [True, False])
 @pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "fp64x2", "bf16x2sr"])

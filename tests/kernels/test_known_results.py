@@ -41,7 +41,7 @@ def test_other_paths_give_what_is_recorded(path):
 QUICK = ("bf16x2", "fp16x2")
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
 @pytest.mark.parametrize(
     ("group", "name"),

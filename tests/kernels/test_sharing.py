@@ -46,7 +46,7 @@ def stored(format, x, key=5):
     return made
 
 
-@pytest.mark.thinned(of=10)
+@pytest.mark.thinned(of=20)
 @by_way
 @by_format
 @pytest.mark.parametrize("shape", [(33, 32), (7, 160), (3, 64, 5)])
@@ -54,7 +54,7 @@ def test_encoding(name, format, shape):
     same(name, lambda: stored(format, hard(format, *shape)))
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @by_way
 @by_format
 @pytest.mark.parametrize("shape", [(33, 32), (7, 160)])

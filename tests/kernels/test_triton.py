@@ -56,7 +56,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.thinned(of=10)
+@pytest.mark.thinned(of=20)
 @pytest.mark.parametrize(("name", "operation"), CASES)
 def test_every_operation(name, operation):
     format = mcf.Format.from_name(name)
@@ -112,7 +112,7 @@ def test_traces(name):
     same("triton", run_trace, *traced(mcf.Format.from_name(name), 1501))
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["bf16x2", "fp16x2", "fp32x2"])
 def test_plain_operands_with_all_payloads(name, dtype):
@@ -140,7 +140,7 @@ def test_what_is_stored_is_decoded(name):
     same("triton", decoded, name, *all_stored(name))
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
 )
@@ -149,7 +149,7 @@ def test_numbers_are_encoded(name, dtype):
     same("triton", encoded, name, *(patterns(dtype, length) for length in (5003, 7, 1)))
 
 
-@pytest.mark.thinned(of=6)
+@pytest.mark.thinned(of=12)
 @pytest.mark.parametrize(
     ("name", "operation"),
     [(name, operation) for name in ("bf16x2", "bf16x3", "fp16x2") for operation in OPERATIONS],
@@ -475,7 +475,7 @@ def _accumulators(dtype: torch.dtype, factors: int, grid: Grid) -> torch.Tensor:
     return accumulate(x, y[0] if y else None, grid)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("factors", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_exact_sums(dtype, factors, monkeypatch):

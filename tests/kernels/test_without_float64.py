@@ -198,7 +198,7 @@ def sparse():
     return torch.sparse_coo_tensor(places, torch.rand(3, 32), (8, 32), check_invariants=True)
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mcftensor.errors.RoundedWarning")
 @pytest.mark.parametrize(
     "format",
@@ -406,6 +406,7 @@ def test_equations_of_a_bad_condition():
         torch.linalg.inv(mcf.as_expansion(large, mcf.fp32x2))
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("format", LONG, ids=lambda f: f.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_dtype_that_is_asked_for(format, dtype):
@@ -423,7 +424,7 @@ def test_a_dtype_that_is_asked_for(format, dtype):
 MEANS = {"normal_": (0, 1), "uniform_": (0.5, 1 / 12), "exponential_": (1, 1)}
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
 def test_random_numbers_have_all_their_bits(format):
     count = 4000
@@ -728,7 +729,7 @@ def composed(name, x, backwards):
     return [result.detach(), x.grad]
 
 
-@pytest.mark.thinned(of=48)
+@pytest.mark.thinned(of=96)
 @pytest.mark.parametrize("format", LONG, ids=lambda f: f.name)
 @pytest.mark.parametrize("name", [*COMPOSED, *FORWARD])
 def test_functions_that_pytorch_composes(name, format):
@@ -745,7 +746,7 @@ def test_functions_that_pytorch_composes(name, format):
         assert error <= bound * z.abs().max()
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, 7, 20])
 def test_polygamma_of_any_order(n):
     # Around -2.5 the two largest terms of order 20 cancel but for 2^-59 of them.

@@ -379,6 +379,7 @@ json.dump(result | {"read at once": growth("x.pt")}, sys.stdout)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads memory in use as Linux tells it")
 def test_memory_stays_bounded(tmp_path):
     shard, shards = 2 << 20, 24

@@ -96,7 +96,7 @@ def test_figures_of_bf16x2_by_hand():
     assert edq.last["lost_leading"] == 2 / 3
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize(
     "kind", [*PLAIN, torch.float64, *mcf.formats.FORMATS, *STORED, *SCALED], ids=str
 )

@@ -20,7 +20,7 @@ def test_all_classes_of_torch_are_here():
     assert {case.values[0] for case in CASES} == set(OPTIMIZERS)
 
 
-@pytest.mark.thinned(of=24)
+@pytest.mark.thinned(of=48)
 @pytest.mark.parametrize("kind", [*PLAIN, mcf.bf16x2, mcf.bf16x3], ids=str)
 @pytest.mark.parametrize(("cls", "flags"), CASES)
 def test_torch_optimizers(cls, flags, kind):
@@ -65,6 +65,7 @@ def test_sparse_gradients():
     assert edq.last["ratio"] == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("mode", ["light", "plus", "full"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_collage_modes(mode, fused):

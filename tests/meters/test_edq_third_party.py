@@ -28,7 +28,7 @@ PACKAGE = [
 ]  # fmt: skip
 
 
-@pytest.mark.thinned(of=6)
+@pytest.mark.thinned(of=12)
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, mcf.bf16x2], ids=str)
 @pytest.mark.parametrize("name", PACKAGE)
 def test_classes_of_pytorch_optimizer(name, kind):

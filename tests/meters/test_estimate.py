@@ -30,7 +30,7 @@ def network():
 # --------------------------------------------------------------------------------------- estimate
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("mode", [None, "light", "plus", "full", "compact", {"exp_avg": None}])
 @pytest.mark.parametrize("kind", [None, mcf.bf16x3, mcf.bf16i8], ids=str)
 def test_what_is_estimated_is_what_a_conversion_takes(kind, mode):

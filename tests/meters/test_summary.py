@@ -90,6 +90,7 @@ def test_formats(kind):
     assert found.bytes_of("states") == sum(map(bytes_of, states))
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize(
     ("cls", "options"),
     [
@@ -410,6 +411,7 @@ print((used() - before) / said)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_process_takes_what_is_said():
     at_once = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}

@@ -77,6 +77,7 @@ class TestCodec:
         x = sample(format, *shape)
         assert np.array_equal(encoded(x, format)[1].numpy(), scales_of(x.numpy(), format))
 
+    @pytest.mark.thinned(of=2)
     def test_a_code_is_one_of_the_two_neighbours(self, format, rounding, shape):
         format = format.with_rounding(rounding)
         x = sample(format, *shape)

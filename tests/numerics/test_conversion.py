@@ -46,7 +46,7 @@ def assert_rounded_once(x, source, target):
         assert abs(Fraction(terms[-1]) - rest) <= max(spacing, least)
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @every_pair
 def test_hard_cases(source, target):
     rng = np.random.default_rng(0)
@@ -62,7 +62,7 @@ def test_single_cases(data, pair):
     assert_rounded_once(tuple(t.reshape(1) for t in x), source, target)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize(
     ("source", "target"),
     [(a, b) for a, b in PAIRS if torch.float16 not in (a.base, b.base)],  # it has too small a range
@@ -87,7 +87,7 @@ def test_a_tie_is_decided_by_what_lies_far_behind():
         )
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @every_pair
 def test_special_values(source, target):
     plain = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0], dtype=source.base)

@@ -286,6 +286,7 @@ def test_functions_of_differences(name, format):
 LONG = ["std", "std_mean", "dist", "dist, gradient", "cdist, gradient", "pdist, gradient"]
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("name", LONG)
 def test_functions_of_differences_without_float64(name):
     assert_exact(name, mcf.fp32x2, no_float64())
@@ -358,7 +359,7 @@ PATHS = {
 ROUNDED = pytest.mark.with_float64("mapped, it is a norm of rounded differences without it")
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=ROUNDED if x == "dist" else ()) for x in PATHS]
 )

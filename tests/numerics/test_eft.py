@@ -104,6 +104,7 @@ def bf16_grid(difference):
     return torch.broadcast_tensors(a.to(torch.bfloat16), b.to(torch.bfloat16))
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("difference", range(-24, 25))
 def test_every_bf16_sum(difference):
     a, b = bf16_grid(difference)
@@ -466,7 +467,7 @@ def step_samples(ops):
     yield ops.unscale_, ([*v], "bf16x2", scale)
 
 
-@pytest.mark.thinned(of=6)
+@pytest.mark.thinned(of=12)
 @pytest.mark.unwatched("opcheck's own modes do not work under the mode that watches")
 @pytest.mark.parametrize(("operator", "arguments"), [*operator_samples()])
 def test_operators_keep_pytorchs_rules(operator, arguments):

@@ -41,7 +41,7 @@ def precise():
         yield
 
 
-@pytest.mark.thinned(of=12)
+@pytest.mark.thinned(of=24)
 @by_format
 @pytest.mark.parametrize("name", [*FUNCTIONS, *PAIRS])
 def test_functions(name, format):
@@ -60,6 +60,7 @@ def test_close_to_multiples_of_pi(name, format):
     assert worst(getattr(torch, name), getattr(mp, name), format, x) <= 2
 
 
+@pytest.mark.thinned(of=2)
 @by_format
 @pytest.mark.parametrize("name", ["asin", "acos", "acosh", "atanh", "log"])
 def test_next_to_one(name, format):
@@ -88,6 +89,7 @@ def _fraction(scaled):
     return Fraction(int(scaled), 2**1000)
 
 
+@pytest.mark.thinned(of=2)
 @by_format
 @pytest.mark.parametrize("name", ["lgamma", "digamma"])
 def test_gamma_below_zero(name, format):
@@ -206,7 +208,7 @@ DIFFERENTIATED = {
 }
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @pytest.mark.parametrize(
     "format",
     [mcf.fp64x2, pytest.param(mcf.fp32x3, marks=pytest.mark.slow)],
@@ -280,7 +282,7 @@ LACKING = {
 lacking = pytest.mark.parametrize(("function", "exact"), LACKING.values(), ids=LACKING)
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @lacking
 @pytest.mark.parametrize(
     "kind",
@@ -383,7 +385,7 @@ COMPOSED = {
 }
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @by_format
 @pytest.mark.parametrize("name", COMPOSED)
 def test_composed_functions(name, format):

@@ -23,7 +23,7 @@ def modes(format):
     return [nullcontext()] if format.dtype == torch.float64 else [nullcontext(), no_float64()]
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @LONG
 @pytest.mark.parametrize(
     ("make", "expected"),

@@ -152,7 +152,7 @@ def same_bits(x, y):
 # ----------------------------------------------------------------------------------- right and bare
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @over_floats
 @few
 @given(**cases)
@@ -165,6 +165,7 @@ def test_sums_and_means_are_rounded_once(dtype, seed, pattern, size):
         assert is_nearest(mcf.exact.sum(x, dtype=other), exact)
 
 
+@pytest.mark.thinned(of=2)
 @over_floats
 @few
 @given(seed=cases["seed"], pattern=cases["pattern"], size=st.sampled_from([1, 2, 3, 10, 100]))
@@ -178,7 +179,7 @@ def test_products_and_norms_are_rounded_once(dtype, seed, pattern, size):
     assert is_nearest(mcf.exact.norm(x), root_of(square))
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @over_floats
 @few
 @given(**cases)
@@ -206,6 +207,7 @@ def test_norms_at_ties(root, change):
     assert is_nearest(torch.tensor(on_host, dtype=torch.float64), exact)
 
 
+@pytest.mark.thinned(of=2)
 @over_floats
 def test_small_terms_among_large_ones(dtype):
     """Their last bits are at every place below the largest."""
@@ -261,6 +263,7 @@ def test_neither_order_nor_threads_nor_blocks_change_a_bit(dtype, pattern, threa
         assert all(map(same_bits, result, results[0]))
 
 
+@pytest.mark.thinned(of=2)
 @over_floats
 def test_accumulators_merge(dtype):
     """However terms are divided among tensors and processes."""
@@ -317,7 +320,7 @@ def test_a_million_terms_of_all_exponents():
 # ------------------------------------------------------------------------------- shapes and strides
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @over_floats
 @pytest.mark.parametrize("dim", [None, 0, 1, -1, (0, 2), (-1, 0), (0, 1, 2), ()])
 @pytest.mark.parametrize("keepdim", [False, True])
@@ -367,6 +370,7 @@ def test_tensors_without_elements_or_dimensions():
 _INF, _NAN = math.inf, math.nan
 
 
+@pytest.mark.thinned(of=2)
 @over_floats
 @pytest.mark.parametrize(
     ("terms", "expected"),

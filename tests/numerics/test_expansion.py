@@ -100,6 +100,7 @@ def within(name, f, errors):
 # -------------------------------------------------------------------------------------- bounds
 
 
+@pytest.mark.thinned(of=2)
 @of_sums
 def test_add(f):
     x, y, _ = operands(f, 0)
@@ -120,6 +121,7 @@ def test_sums_without_float64_lose_what_lies_far_below_the_operands():
     assert (lost > 0.251 * 2.0**-24 * np.abs(exact).astype(float)).any()
 
 
+@pytest.mark.thinned(of=2)
 @of_sums
 def test_grow_with_numbers_of_any_size(f):
     rng = np.random.default_rng(1)
@@ -133,7 +135,7 @@ def test_grow_with_numbers_of_any_size(f):
     assert add_error(result, x, (a,)).max() <= BOUNDS["add"][f][0]
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @every_format
 def test_mul(f):
     x, y, _ = operands(f, 2)
@@ -142,7 +144,7 @@ def test_mul(f):
     assert within("mul", f, mul_error(result, x, y))
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @every_format
 def test_div(f):
     x, y, _ = operands(f, 3)
@@ -155,7 +157,7 @@ def test_div(f):
     assert within("div", f, div_error(result, x, y))
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @every_format
 def test_sqrt(f):
     x = magnitude(operands(f, 4)[0])
@@ -164,7 +166,7 @@ def test_sqrt(f):
     assert within("sqrt", f, sqrt_error(result, x))
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @every_format
 def test_fma(f):
     x, y, z = operands(f, 5)
@@ -209,6 +211,7 @@ def test_single_cases(f, data):
         assert is_normalized(result)
 
 
+@pytest.mark.thinned(of=2)
 @every_format
 def test_addition_and_multiplication_by_one_and_zero_change_nothing(f):
     x, _, _ = operands(f, 6, size=4_000)
@@ -257,7 +260,7 @@ def composite(name, f, x, a, b, value):
     return apply(name, x, a, b, value) if name != "lerp" else apply(name, x, a, value)
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @every_format
 @pytest.mark.parametrize("name", ["addcmul", "addcdiv", "lerp"])
 def test_composite_operations(f, name):
@@ -356,7 +359,7 @@ def test_special_values_are_those_of_the_base(f):
     assert same(result, with_zero_tails(x * y + z, f))
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @every_format
 def test_infinities_meet_expansions(f):
     x = expand(torch.tensor([1.1, -1.1, 3.3]), f)
@@ -384,6 +387,7 @@ def test_negative_numbers_have_no_square_root(f):
     assert all((t == 0).all() for t in tails)
 
 
+@pytest.mark.thinned(of=2)
 @every_format
 def test_overflow_leaves_zero_tails(f):
     largest = torch.tensor([1.0, -1.0], dtype=f.base) * torch.finfo(f.base).max
@@ -409,6 +413,7 @@ def test_cancellation_gives_plus_zero(f):
         assert same(fma(x, one, minus), zero)
 
 
+@pytest.mark.thinned(of=2)
 @every_format
 def test_signed_zeros(f):
     minus = with_zero_tails(torch.tensor([-0.0], dtype=f.base), f)
@@ -488,7 +493,7 @@ def test_broadcasting(f, shapes):
         assert {t.shape for t in result} == {torch.broadcast_shapes(*s)}
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @every_format
 def test_terms_need_not_be_contiguous(f):
     torch.manual_seed(1)
@@ -531,7 +536,7 @@ def test_inputs_stay_as_they_are_and_results_are_new(f):
     assert all(same(v, w) for v, w in zip((x, y, z), before, strict=True))
 
 
-@pytest.mark.thinned(of=6)
+@pytest.mark.thinned(of=12)
 @pytest.mark.parametrize("plain", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @every_format
 def test_plain_operands(f, plain):
@@ -582,6 +587,7 @@ def test_a_float64_number_enters_with_more_bits_than_a_term_has():
     assert collapse(mul(x, (decay.bfloat16(),)), torch.float64).tolist() == [1.0] * 3
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize(
     ("source", "f"),
     [(fp32x2, fp64x2), (fp32x3, fp64x2), (fp32x3, fp32x2), (bf16x3, bf16x2), (bf16x2, fp32x2),

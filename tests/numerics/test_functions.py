@@ -29,7 +29,7 @@ def _marked(names):
 by_name = pytest.mark.parametrize("name", _marked(functions.FUNCTIONS))
 
 
-@pytest.mark.thinned(of=12)
+@pytest.mark.thinned(of=24)
 @pytest.mark.parametrize("format", [mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
 @pytest.mark.parametrize("name", _marked(x for x in functions.FUNCTIONS if "bessel_k" not in x))
 def test_function(name, format):
@@ -48,7 +48,7 @@ def test_function_at_many_points(name, format):
 by_name_of_two = pytest.mark.parametrize("name", _marked(functions.OF_TWO))
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("format", [mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
 @by_name_of_two
 def test_function_of_two(name, format):
@@ -150,6 +150,7 @@ def test_polygamma_below_zero(n):
             assert math.isfinite(b)
 
 
+@pytest.mark.thinned(of=2)
 @by_format
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gradients_of_gelu(approximate, format):
@@ -183,6 +184,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.thinned(of=2)
 @by_format
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_that_underflow_or_cancel(name, format):

@@ -93,7 +93,7 @@ def at(function, *columns):
         return list(map(of, *columns))
 
 
-@pytest.mark.thinned(of=12)
+@pytest.mark.thinned(of=24)
 @by_format
 @pytest.mark.parametrize(
     "name",
@@ -197,6 +197,7 @@ def test_every_path_gives_the_same():
     assert same(torch.sin(large)[: len(x)], expected)
 
 
+@pytest.mark.thinned(of=2)
 @by_format
 @pytest.mark.parametrize("name", ["sin", "log", "acos", "lgamma"])
 def test_without_float64(name, format):

@@ -182,7 +182,7 @@ CASES = {
 }
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_against_float64(name, dtype):
@@ -257,7 +257,7 @@ def _bits(x):
     return found
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("chunk", "long"), [(7, 1 << 12), (61, 1), (200, 1 << 12), (1000, 1)])
 def test_chunks_have_no_part_in_the_bits(monkeypatch, dtype, chunk, long):

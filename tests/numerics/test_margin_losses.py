@@ -43,6 +43,7 @@ def test_labels_end_at_the_first_that_is_negative(labels, reduction, format, mod
         torch.testing.assert_close(mcf.as_plain(y, torch.float64), z, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.thinned(of=2)
 @FORMATS
 @REDUCTIONS
 def test_a_single_sample_has_no_dimension(reduction, format, mode):

@@ -83,7 +83,7 @@ def magnitude(x):
     return tuple(torch.where(x[0] < 0, -t, t) for t in x)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @every
 def test_add(dtype, terms):
     x, y, _ = operands(dtype, terms, 0)
@@ -107,7 +107,7 @@ def test_the_bound_of_add2_is_reached(dtype):
     assert 2.9 < error[0] <= 3 / (1 - 4 * unit)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @every
 def test_mul(dtype, terms):
     x, y, _ = operands(dtype, terms, 1)
@@ -159,7 +159,7 @@ def test_fma(dtype, terms):
     assert slack.max() <= half / 256 + 2 * rest + underflow
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @every
 def test_div(dtype, terms):
     x, y, _ = operands(dtype, terms, 4)
@@ -175,7 +175,7 @@ def test_div(dtype, terms):
     assert 0.9 * half <= div_error(result, x, y).max() <= half + rest
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @every
 def test_sqrt(dtype, terms):
     x, _, _ = operands(dtype, terms, 5)
@@ -196,7 +196,7 @@ def test_sqrt_by_digits_serves_two_terms_too(dtype):
     assert 0.45 <= sqrt_error(result, x).max() <= 1 / 2 + 16 * u(dtype)
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("count", [2, 3, 4, 6, 10, 13])
 @pytest.mark.parametrize("terms", [2, 3, 4, 6])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -249,6 +249,7 @@ def test_distill_closes_the_gap_that_a_resolved_tie_leaves():
         assert units(total(result) - exact, exact, result)[0] <= dropped(terms)
 
 
+@pytest.mark.thinned(of=2)
 @every
 def test_scale_and_neg_are_exact(dtype, terms):
     x, y, _ = operands(dtype, terms, 7)

@@ -120,7 +120,7 @@ def _half_ulp(x: float, dtype: torch.dtype) -> Fraction:
     return Fraction(2) ** max(exponent - PRECISION[dtype], LEAST[dtype]) / 2
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 64])
 def test_any_bits(dtype, count):
@@ -225,7 +225,7 @@ FILLS = [
 ]
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @pytest.mark.parametrize("name", FILLS)
 @pytest.mark.parametrize("count", [1, 8, 100, 1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_filled_as_reproblas_fills_vectors(name, count):
@@ -332,7 +332,7 @@ def test_counts_out_of_range(count):
         layout_of(count)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
 @pytest.mark.parametrize("name", ["cpp", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

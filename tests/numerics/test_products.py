@@ -70,7 +70,7 @@ def largest_error(x, y, terms, bits, machine):
     return max(errors)
 
 
-@pytest.mark.thinned(of=6)
+@pytest.mark.thinned(of=12)
 @over_machines
 @pytest.mark.parametrize("by", [0, 4, 12])
 def test_the_bound(format, machine, by):
@@ -111,6 +111,7 @@ def test_sums_of_products_of_slices_are_exact(machine):
         width_for(LONGEST[machine] + 1, machine)
 
 
+@pytest.mark.thinned(of=2)
 @over_machines
 def test_slices_are_short_and_add_up(format, machine):
     x = [
@@ -139,6 +140,7 @@ def test_ties_and_largest_tails_leave_slices_short():
             assert slices.abs().max() <= 1
 
 
+@pytest.mark.thinned(of=2)
 @over_machines
 def test_bits_have_no_order(format, machine, monkeypatch):
     x = spread(format, 7, 40, by=0 if format == mcf.fp16x2 else 3).components

@@ -137,6 +137,7 @@ def assert_odd_and_next_to(exact, result):
 # ------------------------------------------------------------------------------------ collapse
 
 
+@pytest.mark.thinned(of=2)
 @every_format
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_collapse_is_rounded_once(f, dtype):
@@ -219,7 +220,7 @@ def sums_beside_ties(f, size, seed):
     return (x.view(torch.int64) + step).view(torch.float64)
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @every_format
 @pytest.mark.parametrize("source", [torch.float64, torch.float32])
 def test_splits_are_normalized_and_nearest(f, source):
@@ -343,6 +344,7 @@ def test_special_values_have_zero_tails(f):
     assert all(bits_equal(t, torch.zeros_like(t)) for t in tails)
 
 
+@pytest.mark.thinned(of=2)
 @every_format
 def test_splits_at_the_edges_of_the_range(f):
     base = BASES[f.base]

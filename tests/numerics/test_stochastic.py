@@ -168,6 +168,7 @@ def test_small_updates_of_ones_survive(path):
 # ----------------------------------------------------------------------------------- the generator
 
 
+@pytest.mark.thinned(of=2)
 @every_format
 def test_seeds_reproduce_and_draws_differ(f, device):
     x = sample(f, 100, device=device)
@@ -356,6 +357,7 @@ def test_compiled_steps_draw_the_same_numbers(foreach, device):
 # ------------------------------------------------------------------------------- the whole library
 
 
+@pytest.mark.thinned(of=2)
 @every_format
 def test_results_are_normalized(f):
     x, y = sample(f, 3_000), sample(f, 3_000, seed=1)

@@ -52,7 +52,7 @@ EXACT = {
 }
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @by_format
 @pytest.mark.parametrize("name", EXACT)
 def test_whole_numbers(name, format):
@@ -65,7 +65,7 @@ def test_whole_numbers(name, format):
     assert_same_terms(getattr(own, name + "_")(), found)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @by_format
 @pytest.mark.parametrize("decimals", [1, 3, -1])
 def test_decimals(decimals, format):
@@ -75,7 +75,7 @@ def test_decimals(decimals, format):
     assert_exact(x.round(decimals=decimals), [round(r, decimals) for r in rationals(x)], format)
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @by_format
 @pytest.mark.parametrize("name", ["fmod", "remainder"])
 def test_remainders(name, format):
@@ -95,6 +95,7 @@ def test_remainders(name, format):
     assert_exact(function(x, plain), [exact(r, Fraction(-3)) for r in rationals(x)], format)
 
 
+@pytest.mark.thinned(of=2)
 @by_format
 def test_special_values_and_signs_are_those_of_torch(format):
     inf, nan = math.inf, math.nan

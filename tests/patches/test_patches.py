@@ -70,7 +70,7 @@ def test_nothing_finds_modules_while_nothing_waits(process):
     assert "_Finder" not in process["finders"]
 
 
-@pytest.mark.thinned(of=9)
+@pytest.mark.thinned(of=18)
 @pytest.mark.parametrize("row", INSTALLED, ids=lambda row: row.name.removeprefix("torch."))
 def test_without_a_patch_one_warning_says_what_is_lost_and_all_else_works(row, warned_of):
     package = row.name.partition(".")[0]

@@ -44,6 +44,7 @@ def test_a_model_comes_back(format, tmp_path):
     assert are_equal(numbers(other), numbers(model))
 
 
+@pytest.mark.thinned(of=2)
 @formats
 def test_into_other_kinds_of_models_and_back(format, tmp_path):
     model = build(format)

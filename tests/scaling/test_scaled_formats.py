@@ -169,6 +169,7 @@ def test_what_is_no_format_raises():
 # ----------------------------------------------------------------------------------------- copies
 
 
+@pytest.mark.thinned(of=2)
 @formats
 @pytest.mark.parametrize("way", ["pickle", "deepcopy", "save", "clone"])
 def test_copies(format, way, tmp_path):

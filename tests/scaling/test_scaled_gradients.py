@@ -171,7 +171,7 @@ def check(function, shapes, exponents, s):
         assert error <= 2.0**-8 * y.grad.abs().max()
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @pytest.mark.parametrize("name", ANY)
 @FEW
 @given(exponents=st.lists(EXPONENTS, min_size=3, max_size=3), s=EXPONENTS)
@@ -182,7 +182,7 @@ def test_gradients_at_any_scale(name, exponents, s):
     check(function, shapes, exponents[: len(shapes)], s)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("name", NEAR_ONE)
 @FEW
 @given(s=EXPONENTS)
@@ -375,6 +375,7 @@ def test_gradients_of_models(name):
         assert error < 1e-2 or q.grad.norm() < 1e-6, key
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("k", [-60, 60])
 def test_the_scale_of_a_loss_changes_no_bit_of_data(name, k):

@@ -180,7 +180,7 @@ def errors(found, wanted):
     return out
 
 
-@pytest.mark.thinned(of=8)
+@pytest.mark.thinned(of=16)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_as_good_as_in_bfloat16(name, size):

@@ -45,6 +45,7 @@ def steps(kind, path, formats, k=0, n=12):
     return scaled, plain, begin, optimizers
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_steps(kind, path):
@@ -69,6 +70,7 @@ def test_scaled_expansions_keep_22_bits_of_a_step(kind, path):
         assert (moved - intended).norm() <= 3e-5 * intended.norm()
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["adamw", "amsgrad", "sgd", "momentum"])
 def test_integer_tails_keep_19_bits_of_a_step(kind, path):
@@ -92,7 +94,7 @@ def test_products_take_the_leading_float16_of_an_integer_tail():
     assert p.grad.format is FP16
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @pytest.mark.parametrize("k", [-200, -80, -40, 60, 200])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum"])

@@ -58,6 +58,7 @@ class Keyed(torch.optim.Optimizer):
                 assert buffer.data_ptr() not in (0, p.data_ptr(), p.grad.data_ptr())
 
 
+@pytest.mark.thinned(of=2)
 def test_states_that_are_kept_by_address_are_one_for_each_parameter(format):
     ours = [parameter(format, 3, seed=i) for i in range(4)]
     plain = [nn.Parameter(exact(p.detach())) for p in ours]

@@ -37,6 +37,7 @@ def positive(format: mcf.Format, seed: int, device: str = "cpu") -> mcf.MCFTenso
 
 @pytest.mark.parametrize("format", RESOLVED, ids=lambda f: f.name)
 class TestAgainstFloat64:
+    @pytest.mark.thinned(of=2)
     @pytest.mark.parametrize("name", BINARY)
     def test_binary(self, name, format, device):
         x, y = positive(format, 0, device), positive(format, 1, device)

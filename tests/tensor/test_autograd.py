@@ -43,7 +43,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_backward(name, format):
@@ -94,7 +94,7 @@ def test_gradients_of_conversions_have_gradients():
         assert grad.requires_grad
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.filterwarnings("ignore:Input #0 requires gradient and is not a double")
 @pytest.mark.parametrize("format", [mcf.fp32x2, mcf.fp64x2], ids=lambda f: f.name)
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class TestTheSalt:
         assert salt(mcf.as_expansion(model["a"].weight.detach(), other)) == salt_of("a.weight")
         assert salt(made(format, 3)) == 0
 
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=4)
     @pytest.mark.parametrize("fused", [False, True])
     def test_each_state_has_its_own(self, format, fused):
         def trained(*other_tensors):
@@ -171,6 +171,7 @@ class TestTheSalt:
         for name in ("exp_avg", "exp_avg_sq"):
             assert salt(state[name]) == salt_of("weight", name)
 
+    @pytest.mark.thinned(of=2)
     @pytest.mark.with_float64("a file has a tensor of it")
     @pytest.mark.parametrize("size", [1 << 10, 1 << 19])
     def test_a_converted_checkpoint_has_that_of_names(self, format, size, tmp_path):
@@ -189,7 +190,7 @@ class TestTheSalt:
 class TestPieces:
     """What is cut off goes on as it would have done within the whole."""
 
-    @pytest.mark.thinned(of=3)
+    @pytest.mark.thinned(of=6)
     @pytest.mark.parametrize(
         "cut",
         [

@@ -198,7 +198,7 @@ def test_the_first_byte_is_what_products_take():
     torch.testing.assert_close(F.linear(x, p).double(), scaled, rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @by_format
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (), (0,), (60,)])
 @pytest.mark.parametrize("compiled", [False, True])

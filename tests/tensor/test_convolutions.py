@@ -105,6 +105,7 @@ def function_of(case):
     return lambda x, weight, bias=None: getattr(functional, name)(x, weight, bias, **options)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("format", [mcf.fp64x2, mcf.fp32x3], ids=lambda f: f.name)
 @pytest.mark.parametrize("name", CASES)
 def test_a_convolution_and_its_gradients(name, format):

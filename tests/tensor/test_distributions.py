@@ -38,6 +38,7 @@ DENSITIES = {
 }
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16i16, mcf.fp32x2], ids=lambda f: f.name)
 @pytest.mark.parametrize("name", DENSITIES)
 def test_density(name, format):

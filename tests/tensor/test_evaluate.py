@@ -65,7 +65,7 @@ def operands(format):
     return sample(format, 3, 5), sample(format, 3, 5), torch.randn(3, 5).to(format.dtype)
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("operation", [*NEW, *IN_PLACE])
 @pytest.mark.parametrize("role", ["value", "parameter"])
 def test_the_same_bits(operation, format, role, one_by_one, lying):

@@ -103,7 +103,7 @@ def all_bits(columns):
     return [bits(x) for x in tree_leaves(columns) if isinstance(x, torch.Tensor)]
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @pytest.mark.usefixtures("no_grad")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)

@@ -36,7 +36,7 @@ def diagonal(numbers):
     return [numbers[0], 0, 0, numbers[1]]
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @by_format
 @by_case
 def test_derivatives(case, format):

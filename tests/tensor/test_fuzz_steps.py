@@ -7,11 +7,13 @@ from mcftensor.dispatch import defer
 from support.eager_kernels import eager_kernels
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("seed", [*range(0, 300, 20), 121, 296, 1150])
 def test_programs(seed):
     assert fuzz_steps.differs(seed) == ""
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("seed", [*range(10, 310, 20), 1008])
 def test_programs_with_kernels(seed):
     with eager_kernels():

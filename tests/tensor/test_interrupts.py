@@ -190,6 +190,7 @@ def bits_of(memory):
     return b"".join([array.tobytes() for array in memory])
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("write", WRITES | PLACEMENTS)
 def test_terms_between_the_bytecodes_of_a_write(write):
     old, z = numbers(9)

@@ -27,7 +27,7 @@ def tensors(rng, formats):
     return whole, [*whole, *parts, *overlapping]
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.usefixtures("no_grad")
 @pytest.mark.filterwarnings("ignore::mcftensor.errors.RoundedWarning")
 @pytest.mark.parametrize("formats", FORMATS)
@@ -120,7 +120,7 @@ IN_PLACE = {
 }
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.usefixtures("no_grad")
 @pytest.mark.parametrize("name", IN_PLACE)
 @pytest.mark.parametrize("seed", range(8))

@@ -91,7 +91,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, format):
     loss, exact = LOSSES[name]
@@ -103,7 +103,7 @@ def test_losses(name, format):
     assert_near(gradient(lambda y: loss(y, t), x), expected, 2)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("p", [1, 2])
 def test_multi_margin_loss(p, format):
     x, weight = sample(format, *SHAPE), sample(format, 4, seed=1).abs()
@@ -206,7 +206,7 @@ SELECTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_selected_elements(name, format):
     shape, select = SELECTIONS[name]
@@ -224,7 +224,7 @@ def test_selected_elements(name, format):
     assert_near(found, [mp.mpf(y.numerator) / y.denominator for y in expected], 3)
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("reduce", ["sum", "mean", "prod", "amax", "amin"])
 @pytest.mark.parametrize("include_self", [True, False])
 def test_reduced_elements(reduce, include_self, format):
@@ -324,6 +324,7 @@ def test_matrices_along_a_diagonal(format):
     assert_near(found, list(itertools.chain(*rows)), 0)
 
 
+@pytest.mark.thinned(of=2)
 def test_logit_and_bilinear(format):
     x = sample(format, 3).abs() / 8 + 0.25
     expected = [1 / (a * (1 - a)) for a in numbers(x)]

@@ -93,6 +93,7 @@ def test_second_derivatives():
         assert torch.equal(one, other)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("path", [{"foreach": True}, {"foreach": False}])  # torch's fused do not
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("size", [1, 64])

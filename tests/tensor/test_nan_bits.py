@@ -37,7 +37,7 @@ def patterns(x):
     return set(x.view(PATTERNS[x.dtype.itemsize]).flatten().tolist())
 
 
-@pytest.mark.thinned(of=14)
+@pytest.mark.thinned(of=28)
 @pytest.mark.parametrize("name", ["eager", "cpp"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)

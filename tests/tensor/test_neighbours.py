@@ -27,6 +27,7 @@ def hard(format):
     return mcf.MCFTensor(mcf.expansion.renormalize(terms), format)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("direction", [1, -1])
 def test_steps(format, direction):
     x = hard(format)

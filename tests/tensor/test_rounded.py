@@ -99,7 +99,7 @@ class TestCopies:
         assert torch.equal(exact(target), expected)
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("format", [mcf.fp32x2, mcf.bf16i16], ids=str)
 @pytest.mark.parametrize(
     ("function", "count"), [x for n in (1, 2) for x in functions(torch.float64, n)]
@@ -218,6 +218,7 @@ class TestWhatIsAskedFor:
                 with pytest.raises(mcf.errors.RoundedError, match=format.name):
                     torch.zeros(3, dtype=dtype).copy_(sample(format, 3))
 
+    @pytest.mark.thinned(of=2)
     @pytest.mark.parametrize("mode", ["light", "plus", "compact", "full"])
     @pytest.mark.parametrize("path", ["fused", "foreach", "for-loop"])
     @pytest.mark.parametrize("decay", [0.0, 0.1])

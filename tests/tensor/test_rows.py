@@ -73,6 +73,7 @@ def cut_at(count):
         sys.settrace(None)
 
 
+@pytest.mark.thinned(of=2)
 @by_format
 @pytest.mark.parametrize("elements", ["few", "many"])
 def test_a_part_is_written_to_once_it_has_been_multiplied(format, elements):
@@ -110,7 +111,7 @@ def test_cat_with_others_is_of_numbers(format):
 
 
 class TestCopiesBetweenFormats:
-    @pytest.mark.thinned(of=4)
+    @pytest.mark.thinned(of=8)
     @by_shape
     @pytest.mark.parametrize(
         ("target", "source"),

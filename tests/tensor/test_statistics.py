@@ -57,7 +57,7 @@ def test_plain_bf16_loses_them():
     assert largest_error(found, expected) > 0.1
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("base", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", MAKE)
 def test_norms_of_every_base(kind, base):

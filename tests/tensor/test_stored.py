@@ -32,7 +32,7 @@ def parameter(format, *shape, seed=0):
 class TestParametersAlone:
     """What operations make of parameters and numbers acts as a parameter, and holds the numbers."""
 
-    @pytest.mark.thinned(of=3)
+    @pytest.mark.thinned(of=6)
     @pytest.mark.parametrize(
         "compute",
         [
@@ -76,6 +76,7 @@ class TestParametersAlone:
         torch.testing.assert_close(exact(mean), expected, rtol=2**-22, atol=2**-22)
 
 
+@pytest.mark.thinned(of=2)
 @in_kept
 @pytest.mark.parametrize(
     "write",
@@ -217,6 +218,7 @@ class TestCompiled:
     def fresh_compiler(self):
         torch.compiler.reset()
 
+    @pytest.mark.thinned(of=2)
     def test_parameters_alone(self, format):
         def forward(p, x):
             return F.linear(x, p * 0.5), (p * 0.5).detach()

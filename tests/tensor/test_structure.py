@@ -58,7 +58,7 @@ MOVES = {
 }
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES.keys())
 @pytest.mark.parametrize("make", [sample, parameter])
 def test_moves_act_on_every_term(move, make, format, device):

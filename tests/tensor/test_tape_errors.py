@@ -141,6 +141,7 @@ def test_an_operation_that_always_raises(monkeypatch):
     assert_same_terms(made, a * 2)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("compiled", ["eager", "cpp"])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("time", range(4))

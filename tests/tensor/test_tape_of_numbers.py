@@ -137,7 +137,7 @@ def test_lists_go_to_kernels_of_lists_on_gpus(monkeypatch):
 WHOLE = ((4, 64), (3, 2, 32), (2, 32), (1, 32))
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @over_weights
 @pytest.mark.parametrize("in_lists", [False, True])
 @pytest.mark.parametrize("together", [1 << 19, 64])

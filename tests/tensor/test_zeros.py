@@ -12,6 +12,7 @@ NUMBERS = torch.tensor([[0.0, 1.0, -2.0], [0.0, 0.0, torch.nan]])
 OTHERS = torch.tensor([[0.0, 0.0, 3.0], [5.0, 0.0, 0.0]])
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize(
     "function",
     [

@@ -231,6 +231,7 @@ def test_removing_after_a_move():
 # ------------------------------------------------------- between backward and the optimizer
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("foreach", [False, True])
 def test_clipping(armed, kind, foreach):
@@ -274,6 +275,7 @@ def test_gradient_scaling(armed, infinite):
 # --------------------------------------------------------------------------------- the optimizer
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("flags", PATHS, ids=lambda flags: next(iter(flags)) + str(flags))
 @pytest.mark.parametrize("kind", KINDS)
 def test_sgd_moves_by_the_whole_sum(armed, kind, flags):
@@ -287,7 +289,7 @@ def test_sgd_moves_by_the_whole_sum(armed, kind, flags):
         assert ulps(-p.detach(), total) < (0.1 if kind == "expansions" else 0.6)
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("mode", [None, "light", "plus", "full"])
 @pytest.mark.parametrize("flags", PATHS, ids=str)
 def test_moments_of_adam(armed, flags, mode):

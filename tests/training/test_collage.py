@@ -48,6 +48,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("path", ["fused", "foreach", "for-loop"])
 @pytest.mark.parametrize("mode", EXPECTED)
 def test_modes(path, mode):
@@ -354,6 +355,7 @@ class TestFusedPath:
 
 
 class TestCopies:
+    @pytest.mark.thinned(of=2)
     @pytest.mark.parametrize("mode", ["light", "plus", "full", "compact", {"exp_avg": None}])
     @pytest.mark.parametrize("stepped", [False, True])
     def test_a_deep_copy_is_in_the_same_mode(self, mode, stepped):
@@ -379,6 +381,7 @@ class TestCopies:
         assert kinds(copied) != kinds(optimizer)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("mode", ["light", "plus", "full", "compact", {"exp_avg": mcf.bf16x3}])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_pickled_optimizer_keeps_its_mode(mode, steps):

@@ -51,7 +51,7 @@ def entered(start, held):
     return [nn.Parameter(mcf.as_expansion(x, held) if held else x.double()) for x in start]
 
 
-@pytest.mark.thinned(of=8)
+@pytest.mark.thinned(of=16)
 @pytest.mark.parametrize(
     "case",
     [
@@ -240,6 +240,7 @@ def test_second_moments_are_right_in_the_median(path, held):
     assert states["exp_avg_sq"].writes == 5001
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("held", HELD, ids=lambda f: f.name)
 @pytest.mark.parametrize("path", PATHS)
 def test_a_step_is_one_write(path, held):

@@ -73,7 +73,7 @@ def way_of_kernels(request, monkeypatch):
     execute.kernel_of.cache_clear()
 
 
-@pytest.mark.thinned(of=6)
+@pytest.mark.thinned(of=12)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_server_follows(format, way):
@@ -225,6 +225,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("way", OUTSIDE)
 @pytest.mark.parametrize("format", [mcf.bf16x2, None], ids=str)
 def test_what_is_written_outside_of_a_step_is_sent(way, format):
@@ -374,6 +375,7 @@ RUNS = {
 }
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("way", RUNS)
 @pytest.mark.parametrize("steps", [10, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_long_run(way, steps):

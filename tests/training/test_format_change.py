@@ -55,7 +55,7 @@ def trained(format, path="for-loop", make=torch.optim.AdamW, mode=None, **settin
     return model, optimizer
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("old", "new"), WIDER, ids=str)
 def test_values_and_states_are_kept_where_the_new_format_holds_them(old, new, path):
@@ -76,6 +76,7 @@ def test_values_and_states_are_kept_where_the_new_format_holds_them(old, new, pa
     assert all(not torch.equal(numbers(p), before[k]) for k, p in model.named_parameters())
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("path", ["foreach", "fused"])
 def test_steps_go_on_as_of_a_run_that_starts_there(path, make):
@@ -153,6 +154,7 @@ def test_counts_and_salts_begin_anew():
         assert torch.equal(p._writes, q._writes)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("mode", ["light", "plus", "full", "compact", {"exp_avg": mcf.bf16i16}])
 def test_a_mode_is_kept(mode):
     model, optimizer = trained(mcf.bf16i8, mode=mode)
@@ -213,6 +215,7 @@ EXTRAS = {
 }
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_with_what_else_hangs_on_training(extra):
     """Attached before or after the change."""

@@ -357,6 +357,7 @@ ASSIGNED = [
 ]
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("prepare", ASSIGNED)
 def test_a_step_that_is_assigned_is_one(prepare):
     value, _ = after_steps(prepare)
@@ -549,7 +550,7 @@ FORMATS = ["bf16x3", *(pytest.param(x, marks=pytest.mark.slow) for x in (
 REFUSED_WITHOUT_FLOAT64 = {"igamma_", "igammac_", "ldexp_", "resize_as_"}
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "dtype",
@@ -631,6 +632,7 @@ WRITES = {
 }
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("alone", [True, False])
 def test_changes_of_a_gradient_count_with_all_terms(write, alone, monkeypatch):
@@ -888,6 +890,7 @@ NARROW = {
 }
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("make", NARROW)
 @pytest.mark.parametrize(
     "name",

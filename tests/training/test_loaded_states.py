@@ -74,7 +74,7 @@ def kinds(optimizer, name="wide"):
     return [getattr(x, "format", x.dtype) for x in found]
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize(
     "format",
     [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2, mcf.fp64x2, mcf.bf16i16],
@@ -114,6 +114,7 @@ def test_a_parameter_that_was_plain_is_none_of_the_others():
     assert kinds(resumed) == [torch.float32, mcf.bf16x2, torch.float32]
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "ASGD", "Adafactor", "RMSprop"])
 @pytest.mark.parametrize("mode", [None, "light", "full"])
 def test_state_dicts_of_torch_are_as_torch_makes_them(name, mode):

@@ -17,7 +17,7 @@ FLAGS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": 
 
 @pytest.mark.parametrize("path", PATHS)
 class TestProbes:
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=4)
     @pytest.mark.parametrize(
         ("format", "mode", "allowed"),
         [
@@ -148,7 +148,7 @@ def run(kind, keywords, path, weights, *, steps=6, lr=1e-2, collage=None):
     return optimizer
 
 
-@pytest.mark.thinned(of=9)
+@pytest.mark.thinned(of=18)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("kind", "keywords"),
@@ -200,6 +200,7 @@ def test_a_learning_rate_in_a_tensor(kind, path):
     torch.testing.assert_close(exact(by_tensor), exact(by_number), rtol=0, atol=4 * 2.0**-17)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_lists_mix_formats_and_plain_parameters(kind, path):

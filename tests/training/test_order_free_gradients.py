@@ -47,6 +47,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("convert", [nn.Module.bfloat16, mcf.as_expansion, nn.Module.half])
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 8])
 def test_a_step(convert, count):

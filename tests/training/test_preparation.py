@@ -65,7 +65,7 @@ def plain_states(model, optimizer):
                 yield (i, name), mcf.as_plain(x, torch.float32) if x.is_floating_point() else x
 
 
-@pytest.mark.thinned(of=6)
+@pytest.mark.thinned(of=12)
 @pytest.mark.parametrize(
     "case",
     [
@@ -320,6 +320,7 @@ def test_vectors_that_overrides_leave_in_float32_compute_in_it(kind, format):
         assert torch.equal(p.grad, q.grad.to(p.grad.dtype))
 
 
+@pytest.mark.thinned(of=2)
 @mismatch
 @pytest.mark.parametrize("path", ["for-loop", "foreach", "fused"])
 @pytest.mark.parametrize("kind", NORMS)

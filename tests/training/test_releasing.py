@@ -83,7 +83,7 @@ def assert_alike(build, options=None, **kwargs):
 # ------------------------------------------------------------------------------------ the same bits
 
 
-@pytest.mark.thinned(of=6)
+@pytest.mark.thinned(of=12)
 @pytest.mark.parametrize("bucket", [0, 100, 1 << 22])
 @pytest.mark.parametrize("flags", PATHS, ids=str)
 @pytest.mark.parametrize("kind", FORMATS)
@@ -128,7 +128,7 @@ def test_the_first_step_needs_no_more_memory_than_the_others(monkeypatch):
     assert max(alive) <= 1
 
 
-@pytest.mark.thinned(of=4)
+@pytest.mark.thinned(of=8)
 @pytest.mark.parametrize(("cls", "flags"), CASES)
 def test_every_optimizer_of_torch(cls, flags):
     def build():
@@ -189,6 +189,7 @@ def third_party(name):
     return getattr(pytest.importorskip("pytorch_optimizer"), name)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("name", ["AdamWScheduleFree", "Lion", "Adan", "StableAdamW", "CAME"])
 def test_optimizers_of_other_packages(name):
     """Some of them count steps in their groups."""
@@ -527,6 +528,7 @@ def test_clipping_by_value():
     assert_same_bits(run(False), run(True))
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])
 def test_clipping_by_the_norm_in_two_passes(kind, max_norm):

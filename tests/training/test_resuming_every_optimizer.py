@@ -86,7 +86,7 @@ def go_on_drawing(states):
     random.setstate(states[2])
 
 
-@pytest.mark.thinned(of=9)
+@pytest.mark.thinned(of=18)
 @pytest.mark.parametrize(("package", "name", "path", "format"), CASES)
 def test_goes_on_to_the_bit(package, name, path, format):
     tried, flags = subject(package, name), paths(package, name)[path]

@@ -50,7 +50,7 @@ def trained(name, path, size, held, steps=5):
     return p, optimizer
 
 
-@pytest.mark.thinned(of=12)
+@pytest.mark.thinned(of=24)
 @pytest.mark.parametrize("size", [2e19, 1e25, 3e38, math.inf, math.nan], ids=str)
 @pytest.mark.parametrize(("name", "path"), CASES)
 @pytest.mark.parametrize(

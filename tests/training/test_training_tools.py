@@ -39,6 +39,7 @@ def scheduled(make_scheduler, lr=1e-3, **keywords):
     return Subject(make, drive=drive, steps=10)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers(name):
     subject = scheduled(SCHEDULERS[name])

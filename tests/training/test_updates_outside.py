@@ -192,7 +192,7 @@ def run(where, update, format=mcf.bf16x2):
     return exact(p).mean().item(), found
 
 
-@pytest.mark.thinned(of=6)
+@pytest.mark.thinned(of=12)
 @pytest.mark.parametrize("update", LOSES, ids=lambda x: x.__name__)
 @pytest.mark.parametrize("where", OUTSIDE, ids=lambda x: x.__name__)
 def test_copies_outside_of_a_step_lose_updates_and_warn_once(where, update):
@@ -205,7 +205,7 @@ def test_copies_outside_of_a_step_lose_updates_and_warn_once(where, update):
     assert "p.add_(g, alpha=-lr)" in str(warning.message)
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("update", [*LOSES, *KEEPS], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("where", INSIDE, ids=lambda x: x.__name__)
 def test_all_of_them_are_right_within_a_step(where, update):
@@ -214,7 +214,7 @@ def test_all_of_them_are_right_within_a_step(where, update):
     assert not found
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=6)
 @pytest.mark.parametrize("update", KEEPS, ids=lambda x: x.__name__)
 @pytest.mark.parametrize("where", OUTSIDE, ids=lambda x: x.__name__)
 def test_updates_in_place_are_right_everywhere(where, update):
@@ -342,6 +342,7 @@ def rounded_on_purpose(model, plain):
         p.copy_(p.bfloat16())
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("function", [loaded, initialized, copied, rounded_on_purpose])
 @pytest.mark.parametrize("value", [None, 1.0])
 @torch.no_grad()
