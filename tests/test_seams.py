@@ -167,6 +167,14 @@ KNOWN = {
 }
 
 by_operator = pytest.mark.parametrize("name", rotated(operators.OPERATORS))
+by_operator_in_networks = pytest.mark.parametrize(
+    "name",
+    [
+        *rotated(x for x in operators.OPERATORS if x not in LINEAR),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in sorted(LINEAR)),
+    ],
+)
+"""Where PyTorch has no algorithm for the numbers, one of linear algebra takes seconds."""
 
 
 def by_format(*formats: mcf.Format) -> pytest.MarkDecorator:
@@ -187,7 +195,7 @@ def test_terms(name, format, limit):
 
 
 @pytest.mark.thinned(of=6)
-@by_operator
+@by_operator_in_networks
 @by_format(*TERMS)
 def test_terms_without_float64(name, format, limit):
     with mcf.without_float64():
@@ -207,8 +215,8 @@ def test_scaled(name, format, limit):
     check(name, format, limit)
 
 
-@pytest.mark.thinned(of=12)
-@by_operator
+@pytest.mark.thinned(of=6)
+@by_operator_in_networks
 @by_format(mcf.fp64x2)
 def test_beyond_48_bits(name, format, limit):
     check(name, format, limit)
