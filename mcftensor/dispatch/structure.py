@@ -392,17 +392,22 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
                 f"to: an expansion in {x.format.name} cannot become {dtype}; convert it to a real "
                 "dtype first, .to(torch.float64)"
             )
-        wide = dtype if dtype.is_floating_point else torch.float64
-        if wide != dtype and (x._format.exceeds_float64 or not has_float64(x.device)):
-            plain, wide = _as_integers(x, dtype), dtype
-        else:
-            plain = x._collapsed(wide)
-        return func(plain, dtype=dtype, **kwargs) if kwargs or wide != dtype else plain
+        plain = _rounded(x, dtype)
+        return func(plain, dtype=dtype, **kwargs) if kwargs else plain
     if share_scales([x]):
         return _copies(func, x, (), kwargs)
     copied = x._like([func(t, **kwargs) for t in x._read()], own=True)
     _keep_hooks(x, copied)
     return copied
+
+
+def _rounded(x: MCFTensor, dtype: torch.dtype) -> Tensor:
+    """Return numbers as a plain tensor: rounded once, or, as integers, without their fractions."""
+    if dtype.is_floating_point:
+        return x._collapsed(dtype)
+    if not dtype.is_complex and (x._format.exceeds_float64 or not has_float64(x.device)):
+        return _as_integers(x, dtype)
+    return x._collapsed(torch.float64).to(dtype)
 
 
 def _as_integers(x: MCFTensor, dtype: torch.dtype) -> Tensor:
@@ -420,7 +425,7 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
     """Copy in place: the terms between equal formats, otherwise with one rounding."""
     if not isinstance(target, MCFTensor):
         rounding(func, [source], target)
-        func(target, source._collapsed(target.dtype), non_blocking)
+        func(target, _rounded(source, target.dtype), non_blocking)
         return target
     if source.is_complex():
         raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
@@ -559,7 +564,7 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
         is_sum = named.get("accumulate") or expansions(named)
         if not is_sum and _goes_to_plain(args[0], source):
             rounding(func, [source], args[0])
-            return func(**named, **{name: source._collapsed(args[0].dtype)})
+            return func(**named, **{name: _rounded(source, args[0].dtype)})
     if share_scales([*args, *kwargs.values()]):
         return place_in_blocks(func, args, kwargs)
     named = named_arguments(func, args, kwargs)

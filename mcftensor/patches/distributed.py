@@ -19,6 +19,7 @@ from mcftensor.patches.table import by_name, calls, row
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.addresses import without_addresses
 from mcftensor.tensor.components import format_of, local
+from mcftensor.tensor.pickling import attributes_of_users
 
 States = dict[str, Any]
 
@@ -30,7 +31,10 @@ def _keeping_expansions(apply: Callable[[], nn.Module], given: dict[str, Any]) -
     given["fn"] = functools.partial(_converted, given["fn"])
     module: nn.Module = given["self"]
     had_no_memory = any(x.is_meta for x in module.parameters())
+    marked = [(x, attributes_of_users(x)) for x in module.parameters() if format_of(x)]
     result = apply()
+    for x, attributes in marked:  # PyTorch exchanges all that an expansion has
+        x.__dict__.update(attributes)
     if had_no_memory:
         name_counts(module)
     return result

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mcftensor.patches.table import calls, patch, row
 from mcftensor.tensor.components import Role, any_format_of, format_of, local
 from mcftensor.tensor.implicit_rounding import saying_itself
+from mcftensor.tensor.pickling import attributes_of_users
 from mcftensor.tensor.step_tensors import PendingTensor, TapedTensor, resolved
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -51,9 +52,11 @@ _WEIGHT_REFERENCES = row(
 
 
 def exchange(x: Tensor, new: Tensor) -> None:
-    """Give the tensor object x the contents of new; its hooks stay."""
+    """Give the tensor object x the contents of new; its hooks and users' attributes stay."""
     kept = {each.attribute: each.found_in(x) for each in _TENSOR_HOOKS}
+    attributes = attributes_of_users(x)
     torch.utils.swap_tensors(x, new)
+    x.__dict__.update(attributes)
     for name, hooks in kept.items():
         if hooks is not None:
             setattr(x, name, hooks)

@@ -21,6 +21,11 @@ _OWN = (
 )
 
 
+def attributes_of_users(x: Tensor) -> dict[str, Any]:
+    """Return what users have set on a tensor, as optimizers and models mark parameters."""
+    return {name: value for name, value in x.__dict__.items() if name not in _OWN}
+
+
 class PickledTensor(ComponentTensor):
     """The part of `MCFTensor` that takes it apart into components and text."""
 
@@ -67,7 +72,7 @@ class PickledTensor(ComponentTensor):
         # torch's own method would pickle the device apart from the components, where map_location
         # cannot change it.
         torch.utils.hooks.warn_if_has_hooks(self)
-        state = {name: x for name, x in self.__dict__.items() if name not in _OWN}
+        state = attributes_of_users(self)
         # torch.save uses protocol 2 and copies the memory; other protocols may alias it.
         components = tuple(map(movable, self._read() if protocol == 2 else self.components))
         whole = (components, self._format.name, self._role, tuple(self.shape))

@@ -35,9 +35,18 @@ def text_of(collapsed: Tensor, terms: Sequence[Tensor], format: Format) -> str:
 def formatted(collapsed: float, terms: Sequence[Tensor], format: Format, spec: str) -> str:
     """Return one number as text by a format specification of Python, with all digits asked for."""
     asked = re.search(r"\.(\d+)", spec)
-    if format.precision <= 53 or asked is None or int(asked[1]) <= _OF_FLOAT64:
+    if asked is None or format.rules is not None or not math.isfinite(collapsed):
         return f"{collapsed:{spec}}"
-    return f"{decimal_of([float(x) for x in terms], _OF_ANY):{spec}}"
+    numbers, digits = [float(x) for x in terms], int(asked[1])
+    if spec[-1] in "fF%" or (digits > _OF_FLOAT64 and format.precision > 53):
+        exact = decimal_of(numbers, _OF_ANY)
+        if "_" in spec and "," not in spec:  # which decimals do not know
+            return f"{exact:{spec.replace('_', ',')}}".replace(",", "_")
+        return f"{exact:{spec}}"
+    significant = digits + 1 if spec[-1] in "eE" else max(digits, 1)
+    # A float64 holds these digits, and decimals have another style of exponents.
+    rounded = collapsed if digits > _OF_FLOAT64 else float(decimal_of(numbers, significant))
+    return f"{rounded:{spec}}"
 
 
 def sum_on_host(terms: Sequence[Tensor]) -> np.ndarray:

@@ -23,7 +23,8 @@ from mcftensor.convert import as_plain
 from mcftensor.dispatch.operands import stored_in
 from mcftensor.formats import Format, fp64x2
 from mcftensor.kernels.without_float64 import has_float64
-from mcftensor.tensor.components import COMPONENTS, format_of, local, on_local
+from mcftensor.tensor.components import format_of, local, on_local
+from mcftensor.tensor.pickling import attributes_of_users
 from mcftensor.tensor.tensor import MCFTensor
 
 _WIDEST = (torch.float64, torch.complex128)
@@ -33,9 +34,6 @@ Conversion = Callable[[Tensor, Tensor, str], Tensor]
 
 # Bound to the instance, or to its parameters; a copy gets its own.
 _BOUND = ("step", "state", "param_groups", "_collage", "__deepcopy__", "__reduce_ex__")
-
-# Attributes that make an expansion.
-_OF_EXPANSIONS = (*COMPONENTS, "_format", "_role", "_is_own", "_place", "_parameter")
 
 # Stand for processes and devices, and have no copies.
 _SHARED = (torch.device, DeviceMesh, getattr(torch.distributed, "ProcessGroup", DeviceMesh))
@@ -325,8 +323,8 @@ def _twin(p: Tensor, conversion: Conversion, memo: dict[int, Any]) -> Tensor:
         twin = nn.Parameter(twin, requires_grad=p.requires_grad)
     else:
         twin.requires_grad_(p.requires_grad)
-    for name, value in p.__dict__.items():
-        if name not in twin.__dict__ and name not in _OF_EXPANSIONS:
+    for name, value in attributes_of_users(p).items():
+        if name not in twin.__dict__:
             twin.__dict__[name] = _converted(value, p, name, conversion, memo)
     if p.grad is not None:
         if p.grad.dtype != p.dtype:
