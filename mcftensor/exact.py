@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import math
 from collections.abc import Callable, Sequence
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any, TypeAlias
 
@@ -184,20 +185,23 @@ def _terms(x: object, format: ExpansionFormat) -> list[float]:
 
 
 def _special(x: object) -> float | None:
-    """Return infinities, NaN and zeros as floats, with their sign; None for other numbers."""
+    """Return infinities, NaN and zeros as floats, with their sign; None for other numbers.
+
+    Decimals far beyond the range of float64 are infinities and zeros: as fractions, they would have
+    as many digits as their exponents say.
+    """
     try:
         number = float(x)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return None
-    is_zero = number == 0 and not _fraction(x)  # a nonzero number too small for a float is no zero
-    return number if is_zero or (not math.isfinite(number) and not _is_large(x)) else None
-
-
-def _is_large(x: object) -> bool:
-    """Whether a number is finite, and so beyond the range of floats if float(x) is not."""
-    if isinstance(x, Decimal):
-        return x.is_finite()
-    return isinstance(x, str) and "inf" not in x.lower() and "nan" not in x.lower()
+    if not isinstance(x, (str, Decimal)):
+        is_zero = number == 0 and not _fraction(x)  # one too small for a float is no zero
+        return number if is_zero or not math.isfinite(number) else None
+    with contextlib.suppress(InvalidOperation):  # its exponent has more than 18 digits
+        decimal = Decimal(x)
+        if decimal.is_finite() and decimal and abs(decimal.adjusted()) < 500:
+            return None
+    return number
 
 
 def _fraction(x: object) -> Fraction:

@@ -213,7 +213,14 @@ def _div(x: Tensor, y: Tensor, *, rounding_mode: str | None = None) -> Tensor:
         return quotient
     remainder = (torch.remainder if rounding_mode == "floor" else torch.fmod)(x, y)
     whole = ((x - remainder) / y).round()
-    rounded = (torch.floor if rounding_mode == "floor" else torch.trunc)(quotient)
+    whole = torch.where(whole == 0, torch.copysign(torch.zeros_like(whole), quotient), whole)
+    if rounding_mode == "floor":
+        is_below = (quotient == 0) & (x != 0) & torch.signbit(quotient)  # of infinite divisors
+        rounded = torch.where(is_below, torch.full_like(quotient, -1), torch.floor(quotient))
+        has_no_remainder = torch.isnan(remainder) & (y != 0)
+        rounded = torch.where(has_no_remainder, torch.full_like(quotient, math.nan), rounded)
+    else:
+        rounded = torch.trunc(quotient)
     return torch.where(torch.isfinite(whole), whole, rounded)
 
 

@@ -62,4 +62,5 @@ def _times_power(terms: Sequence[Tensor], exponent: Tensor) -> list[Tensor]:
         terms = [x * power for x in terms]
     if len(terms) == 1:
         return list(terms)
-    return list(expansion.renormalize(terms, len(terms)))
+    leading, *tails = expansion.renormalize(terms, len(terms))
+    return [torch.where(leading == 0, terms[0], leading), *tails]  # the sign of a zero

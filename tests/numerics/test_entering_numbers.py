@@ -170,3 +170,20 @@ def test_moments_of_no_numbers_are_nan(format):
         assert torch.isnan(found).all()
     assert x.std(1).shape == (2,)
     assert x.std(0, keepdim=True).shape == (1, 0)
+
+
+def into_places(target, x):
+    target[:] = x
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool], ids=str)
+@pytest.mark.parametrize("write", [torch.Tensor.copy_, into_places], ids=["copy_", "places"])
+@LONG
+def test_integers_that_are_written_to_are_those_of_a_conversion(format, write, dtype):
+    for mode in modes(format):
+        with mode:
+            x = mcf.exact.from_exact(WHOLE, format)
+            target = torch.zeros(len(WHOLE), dtype=dtype)
+            write(target, x)
+            assert torch.equal(target, x.to(dtype))
+            assert dtype != torch.int64 or target.tolist() == WHOLE

@@ -72,6 +72,15 @@ def test_special_values(format):
         mcf.exact.to_fraction(x)
 
 
+def test_exponents_beyond_all_floats_take_no_time(format):
+    far = "9" * 19
+    numbers = ["1e99999", "-1e9999999", f"1e{far}", "1e-99999", f"-1e-{far}", Decimal("-0e99999")]
+    leading, *tails = mcf.exact.from_exact(numbers, format).components
+    assert leading.tolist() == [math.inf, -math.inf, math.inf, 0, 0, 0]
+    assert torch.signbit(leading).tolist() == [False, True, False, False, True, True]
+    assert not any(tail.any() for tail in tails)
+
+
 def test_the_largest_numbers_and_beyond(format):
     limit = Fraction(2) ** (format.max_exponent + 1)
     largest = limit - limit / 2**format.base_precision

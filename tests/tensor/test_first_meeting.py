@@ -172,6 +172,25 @@ class TestShowing:
         with pytest.raises(TypeError, match="format"):
             f"{sample(mcf.bf16x2, 3):.2f}"
 
+    @pytest.mark.parametrize(
+        ("number", "format", "spec", "expected"),
+        [
+            ("12345678901234567.89", mcf.fp64x2, ".2f", "12345678901234567.89"),
+            (10**23, mcf.fp64x2, ".0f", "1" + "0" * 23),
+            ("2.5000000000000000001", mcf.fp32x2, ".0f", "3"),
+            ("2.5000000000000000001", mcf.fp32x3, ".1g", "3"),
+            ("2.5000000000000000001", mcf.fp32x3, ">8.0e", "   3e+00"),
+            (2**0 + 2.0**-60, mcf.bf16x2, ".0%", "100%"),
+            (1234567, mcf.bf16x3, "_.2f", "1_234_567.00"),
+            (1000000, mcf.bf16x2, ".3g", "1e+06"),
+            ("-0.3", mcf.bf16x2, "+.0f", "-0"),
+            ("nan", mcf.fp64x2, ".2f", "nan"),
+            ("-inf", mcf.fp64x2, "8.1f", "    -inf"),
+        ],
+    )
+    def test_digits_are_rounded_once(self, number, format, spec, expected):
+        assert f"{mcf.exact.from_exact(number, format):{spec}}" == expected
+
     def test_all_digits_are_printed_on_demand(self):
         x = mcf.exact.from_exact([["1/3", "-2/7"], ["1e-20", "0"]], mcf.fp64x2)
         short = repr(x)
