@@ -459,6 +459,17 @@ class TestCommand:
             capsys.readouterr()
         )
 
+    def test_options_that_fit_no_checkpoint(self, tmp_path, capsys):
+        source, to = str(foreign.torch_file(tmp_path)), tmp_path / "to"
+        (tmp_path / "names").write_text("root:x:0:0\nnobody\n")
+        for option, value, message in [
+            ("--step", "-5", "step is -5; give how many steps were taken"),
+            ("--parameters", str(tmp_path / "names"), "2 of 2 are no weights of the checkpoint"),
+        ]:
+            assert main(["convert", source, str(to), option, value]) == 2
+            assert message in capsys.readouterr().err
+            assert not to.exists()
+
     def test_a_bar_where_there_is_a_terminal(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
         assert main(["convert", str(foreign.torch_file(tmp_path)), str(tmp_path / "to")]) == 0

@@ -228,6 +228,7 @@ def test_errors_leave_all_as_it_was():
     other = torch.optim.SGD(small_model().parameters(), lr=1e-3)
     calls = {
         "unknown mode 'most'": lambda: mcf.prepare(model, optimizer, "most"),
+        "format=format": lambda: mcf.prepare(model, optimizer, "exact"),
         "matches none": lambda: mcf.prepare(model, optimizer, overrides={"head": None}),
         "no state 'velocity'": lambda: mcf.prepare(model, optimizer, {"velocity": None}),
         "no parameter of this optimizer": lambda: mcf.prepare(model, other),

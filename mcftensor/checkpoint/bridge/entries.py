@@ -63,6 +63,16 @@ class Contents:
             return None
         return [name for group in groups for name in group["param_names"]]
 
+    def require_known(self, parameters: list[str] | None) -> None:
+        """Check that parameters that were named are weights here."""
+        unknown = [x for x in parameters or [] if x not in self.weights and x not in self.tied]
+        if unknown:
+            raise CheckpointError(
+                f"parameters: {len(unknown)} of {len(parameters or [])} are no weights of the "
+                f"checkpoint, such as {unknown[0]!r}; give the names of its weights, such as "
+                f"{next(iter(self.weights), 'none, as it has none')!r}"
+            )
+
     def require_fitting_moments(self, parameters: list[str] | None) -> None:
         """Check that moments have the shape of their weight or, where a number says which that is,
         of any that is left."""
@@ -107,6 +117,10 @@ class Request:
     step: int | None = None
     verify: bool = True
     tails: bool = True
+
+    def __post_init__(self) -> None:
+        if self.step is not None and self.step < 0:
+            raise CheckpointError(f"step is {self.step}; give how many steps were taken, 0 or more")
 
 
 def entry_of(name: str, x: Tensor) -> Entry:

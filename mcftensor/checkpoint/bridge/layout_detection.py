@@ -29,6 +29,7 @@ def read_checkpoint(path: Path, request: Request) -> Contents:
         if index_of(path).is_file():
             path = index_of(path)
         contents = _reader(path)(path, request)
+        contents.require_known(request.parameters)
         contents.require_fitting_moments(request.parameters)
         return contents
 

@@ -530,7 +530,10 @@ def unique_names(
     if isinstance(names, nn.Module):
         names = names.named_parameters()
     pairs = list(names or ())
-    if not all(isinstance(name, str) and isinstance(p, Tensor) for name, p in pairs):
+    kinds = (str, Tensor)
+    if not all(
+        isinstance(x, tuple) and len(x) == 2 and all(map(isinstance, x, kinds)) for x in pairs
+    ):
         raise TypeError(
             f"{caller}: names are pairs of a name and a parameter, as of model.named_parameters()"
         )
