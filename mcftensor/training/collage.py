@@ -240,8 +240,8 @@ class CollagePlan:
         else:
             raise (ValueError if isinstance(mode, str) else TypeError)(
                 f"collage: unknown mode {mode!r}; use 'light', 'plus', 'full', 'compact', or a "
-                "dict from names of states to formats. A format of weights is given to "
-                "mcf.as_expansion(model, format), or as mcf.prepare(model, optimizer, format=format)"
+                "dict from names of states to formats. A format of weights goes to "
+                "mcf.as_expansion(model, format), or mcf.prepare(model, optimizer, format=format)"
             )
         self.makes_plain = None in self.named.values()
 
