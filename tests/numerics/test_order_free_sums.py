@@ -1,5 +1,6 @@
 """Sums without order against exact rationals, in every order and division of their terms."""
 
+import contextlib
 import math
 import random
 from fractions import Fraction
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mcftensor as mcf
 from mcftensor.arithmetic.binned_sums import DTYPES, MOST, layout_of
 from mcftensor.passes import order_free_sums
 from support.kernel_cases import patterns, way
@@ -129,6 +131,16 @@ def test_any_bits(dtype, count):
     terms[:, 128:] = torch.where(torch.isfinite(terms), terms, 1.0)[:, 128:]
     terms[:, ::16] = -0.0
     assert_right(terms, count)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, mcf.without_float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_terms_about_the_smallest(dtype, mode):
+    torch.manual_seed(0)
+    powers = torch.linspace(-152, -90, 256).exp2().to(torch.float64)
+    terms = (torch.randn(8, 256, dtype=torch.float64) * powers).to(dtype)
+    with mode():
+        assert_right(terms, 8)
 
 
 @settings(max_examples=100)
