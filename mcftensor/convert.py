@@ -82,13 +82,13 @@ def as_expansion(
 
     A tensor of any shape becomes a *value* of the same shape: an expansion for arithmetic.
 
-    A module keeps its parameter objects, so existing optimizers still work (an optimizer with
-    states of another base dtype must be created again), and tied weights stay tied. Parameters
-    that require gradients become expansions in the *parameter* role. Frozen parameters and
-    gradients become plain tensors of the base dtype, as after `module.to(dtype)`; frozen
-    expansions stay expansions. Cast the inputs, or use autocast. Floating-point buffers keep the
-    precision of float32, in `bf16i16` for bf16 terms. Buffers whose names mark them as averages
-    (as in batch norms) act as values, other buffers as parameters.
+    A module keeps its parameter objects, with the attributes that users set on them, so existing
+    optimizers still work (an optimizer with states of another base dtype must be created again),
+    and tied weights stay tied. Parameters that require gradients become expansions in the
+    *parameter* role. Frozen parameters and gradients become plain tensors of the base dtype, as
+    after `module.to(dtype)`; frozen expansions stay expansions. Cast the inputs, or use autocast.
+    Floating-point buffers keep the precision of float32, in `bf16i16` for bf16 terms. Buffers whose
+    names mark them as averages (as in batch norms) act as values, other buffers as parameters.
 
     Plain parameters that have loaded expansions by `load_state_dict`, and have not been written to
     since, become these expansions, with all terms.
