@@ -52,9 +52,9 @@ def pytest_sessionfinish() -> None:
 settings.register_profile("mcftensor", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("mcftensor")
 torch.set_num_threads(1)
-for device in (torch.cuda, torch.xpu, torch.mtia):
-    if not device.is_available():
-        device.manual_seed_all = lambda seed: None  # it would keep the stack of each call
+for backend in (torch.cuda, torch.xpu, torch.mtia):
+    if not backend.is_available():
+        backend.manual_seed_all = lambda seed: None  # it would keep the stack of each call
 
 
 @pytest.fixture(autouse=True)

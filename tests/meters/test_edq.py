@@ -661,3 +661,13 @@ def test_a_figure_of_few_samples_is_not_empty(steps):
     for axes in edq.figure().axes:
         assert all(line.get_marker() == "." for line in axes.lines)
         assert ("No reading" in axes.get_title(loc="left")) == (steps == 0)
+
+
+def test_names_are_pairs():
+    p = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    for names in ([p], [("p", p, 1)], [(p, "p")]):
+        with pytest.raises(TypeError, match="EDQ: names are pairs"):
+            mcf.EDQ(optimizer, names=names)
+    with mcf.EDQ(optimizer, names=[["p", p]]):
+        pass

@@ -531,9 +531,8 @@ def unique_names(
         names = names.named_parameters()
     pairs = list(names or ())
     kinds = (str, Tensor)
-    if not all(
-        isinstance(x, tuple) and len(x) == 2 and all(map(isinstance, x, kinds)) for x in pairs
-    ):
+    are_two = all(isinstance(x, (tuple, list)) and len(x) == 2 for x in pairs)
+    if not are_two or not all(all(map(isinstance, x, kinds)) for x in pairs):
         raise TypeError(
             f"{caller}: names are pairs of a name and a parameter, as of model.named_parameters()"
         )
