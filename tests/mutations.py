@@ -6,11 +6,12 @@
     python tests/mutations.py --seed 7                     # another sample
     python tests/mutations.py --slow                       # with the cases of `make test-all`
 
-Each mutant is a copy of the package, with which the tests of its module run until one fails: first
-those of the module's own name, then those of its folder. The mutants that survive are shown. Each
-of them needs a test, or an entry in `tests/support/equivalent_mutants.py` that says why it cannot
-fail. With `--record FILE`, each outcome is written down as it is known, and the same command goes
-on with the mutants that are left.
+One run of `make test` notes which tests reach which lines. Each mutant is a copy of the package, with
+which tests run until one fails: those that reach its line, the narrowest first, then the others of
+its module and its folder, which may reach it in another process or by what an earlier test left in
+a cache. The mutants that survive are shown. Each of them needs a test, or an entry in
+`tests/support/equivalent_mutants.py` that says why it cannot fail. With `--record FILE`, each
+outcome is written down as it is known, and the same command goes on with the mutants that are left.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import argparse
 import contextlib
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +37,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from coverage import CoverageData
 
 from support.equivalent_mutants import EQUIVALENT, Equivalent
 from support.mutants import Mutant, mutants
@@ -57,9 +59,13 @@ TESTS = {
     "convert.py": "tensor files/test_save_file.py",
     "exact.py": "numerics/test_exact.py",
 }
-PATIENCE = 60
-"""Seconds that tests may take beyond three times what they take with the module as it is."""
-KILLED, SURVIVED, TIMED_OUT, BROKEN = "killed", "SURVIVED", "timed out", "TESTS FAIL ALREADY"
+RUN = "make", "test", "ARGS={}"
+"""The command that runs all tests, with a place for options of pytest."""
+FIRST = 20
+"""So many of the narrowest tests run before the files of all the others are imported."""
+PATIENCE = 180
+"""Seconds that one test may take, or the collection of all."""
+KILLED, SURVIVED, TIMED_OUT = "killed", "SURVIVED", "timed out"
 
 
 def modules(patterns: Sequence[str] = ()) -> list[str]:
@@ -69,13 +75,43 @@ def modules(patterns: Sequence[str] = ()) -> list[str]:
     return [x for x in chosen if any(fnmatch(x, p) for p in TESTS)]
 
 
-def tests_of(module: str) -> list[list[str]]:
-    """The files and folders that should notice a mutant of a module: its own, and the others."""
+def tests_of(module: str) -> list[str]:
+    """The files and folders whose tests should notice a mutant of a module."""
     own = sorted(ROOT.glob(f"tests/*/test_{Path(module).stem}.py"))
     names = TESTS[_pattern_of(module)].split()
     rest = [x for name in names for x in sorted(ROOT.glob(f"tests/{name}"))]
-    stages = own, [x for x in dict.fromkeys(rest) if x not in own]
-    return [[str(x.relative_to(ROOT)) for x in stage] for stage in stages if stage]
+    return [str(x.relative_to(ROOT)) for x in dict.fromkeys(own + rest)]
+
+
+class Reach:
+    """Which tests reach which lines of the package, as coverage noted it in a run of them all."""
+
+    def __init__(self, path: Path) -> None:
+        """Read what a run noted; run the tests first unless this was done since the last change."""
+        sources = [x for folder in ("mcftensor", "tests") for x in (ROOT / folder).rglob("*.py")]
+        if not path.exists() or path.stat().st_mtime < max(x.stat().st_mtime for x in sources):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            options = f"-q --cov={PACKAGE.name} --cov-context=test --cov-report="
+            command = [x.format(options) for x in RUN]
+            environment = os.environ | {"COVERAGE_FILE": str(path.absolute())}
+            if subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
+                raise SystemExit("Tests fail already: no mutant is tried.")
+        self._data = CoverageData(str(path))
+        self._data.read()
+        self._widths: Counter[str] = Counter()
+        for name in self._data.measured_files():
+            for contexts in self._data.contexts_by_lineno(name).values():
+                self._widths.update(contexts)
+
+    def tests_at(self, module: str, first: int, last: int) -> list[str]:
+        """The test functions that reach one of the lines, those that reach few others first."""
+        lines = self._data.contexts_by_lineno(str(PACKAGE / module))
+        found: Counter[str] = Counter()
+        for context in {x for i in range(first, last + 1) for x in lines.get(i, ()) if x}:
+            case = context.rpartition("|")[0]
+            found[case.partition("[")[0]] += self._widths[context]
+        return sorted(found, key=lambda x: found[x])
 
 
 def _pattern_of(module: str) -> str:
@@ -100,10 +136,12 @@ def unmatched(entries: Sequence[Equivalent]) -> list[Equivalent]:
 
 
 def run_tests(
-    module: str, source: str, timeout: float | None = None, *, slow: bool = False
+    module: str, source: str, reaching: Sequence[str] = (), *, slow: bool = False
 ) -> tuple[str, str]:
-    """What the tests of a module say of another source of it, and which of them fails."""
-    deadline = time.monotonic() + timeout if timeout else None
+    """What tests say of another source of a module, and which of them fails first."""
+    first, more = reaching[:FIRST], reaching[FIRST:]
+    rest = [*tests_of(module), *(f"--deselect={x}" for x in reaching)]
+    stages = [first, more, rest] if not slow else [[*reaching, *tests_of(module), "-m", ""]]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         for path in ROOT.iterdir():
@@ -111,24 +149,31 @@ def run_tests(
                 (root / path.name).symlink_to(path)
         shutil.copytree(PACKAGE, root / "mcftensor")  # compiled modules too: they stay valid
         (root / "mcftensor" / module).write_text(source)
-        for tests in tests_of(module):
-            left = deadline - time.monotonic() if deadline else None
-            outcome = _run(root, [*tests, *(["-m", ""] if slow else [])], left)
+        for stage in filter(None, stages):
+            outcome = _run(root, stage)
             if outcome[0] != SURVIVED:
                 return outcome
     return SURVIVED, ""
 
 
-class _FirstFailure:
-    """A plugin of pytest: what fails first."""
+class _Watch:
+    """A plugin of pytest that tells which test begins, and which fails."""
 
-    name = ""
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self.collects, self.failed = False, ""
+
+    def pytest_collection(self) -> None:
+        self.collects = True
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._pipe.send(nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.name = self.name or (report.nodeid if report.failed else "")
+        self.failed = self.failed or (report.nodeid if report.failed else "")
 
 
-def _run(root: Path, arguments: Sequence[str], timeout: float | None) -> tuple[str, str]:
+def _run(root: Path, arguments: Sequence[str]) -> tuple[str, str]:
     """Run pytest in a fork of a process that has imported what takes seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.preloaded"])
@@ -136,15 +181,21 @@ def _run(root: Path, arguments: Sequence[str], timeout: float | None) -> tuple[s
     process = context.Process(target=_tests, args=(root, arguments, theirs))
     process.start()
     theirs.close()
-    outcome = TIMED_OUT, ""
-    with contextlib.suppress(EOFError):
-        if ours.poll(timeout):
-            status, name = ours.recv()
-            outcome = (KILLED if status else SURVIVED), name
+    outcome, name = TIMED_OUT, ""
+    try:
+        while ours.poll(PATIENCE):
+            match ours.recv():
+                case has_failed, failed:
+                    outcome, name = (KILLED if has_failed else SURVIVED), failed
+                    break
+                case name:
+                    pass
+    except EOFError:
+        outcome = KILLED  # the process has died
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.join()
-    return outcome
+    return outcome, name
 
 
 def _tests(root: Path, arguments: Sequence[str], pipe: Connection) -> None:
@@ -154,11 +205,15 @@ def _tests(root: Path, arguments: Sequence[str], pipe: Connection) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(quiet, stream)
-    first = _FirstFailure()
-    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    watch = _Watch(pipe)
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--doctest-modules"]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # what is imported before
-    status = pytest.main([*options, *arguments], plugins=[first])
-    pipe.send((int(status), first.name))
+    status = pytest.main([*options, *arguments], plugins=[watch])
+    # Before the collection, a usage error is a conftest that cannot be imported. In it, a test is not
+    # found whose name is made of what the mutant changed: it is left to the others.
+    unnoticed = [pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED]
+    unnoticed += [pytest.ExitCode.USAGE_ERROR] if watch.collects else []
+    pipe.send((status not in unnoticed, watch.failed))
 
 
 def sample(module: str, number: int | None, seed: int) -> list[Mutant]:
@@ -195,6 +250,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--slow", action="store_true", help="run the slow cases too")
     parser.add_argument("--workers", type=int, default=1, help="mutants tried side by side (1)")
     parser.add_argument("--record", type=Path, help="a file for the outcomes, to go on from")
+    parser.add_argument(
+        "--coverage", type=Path, default=ROOT / "out" / "mutations.coverage",
+        help="a file for what tests reach, used again until a source changes (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
     options = parser.parse_args(arguments)
     names = modules(options.modules)
@@ -210,17 +269,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print(*(difference for *_, difference in tasks), sep="\n")
         return 0
-    left = {_pattern_of(x): x for x, _, difference in tasks if difference not in known}
-
-    def duration(module: str) -> float:
-        start = time.monotonic()
-        found = run_tests(module, sources[module], slow=options.slow)[0]
-        return time.monotonic() - start if found == SURVIVED else math.nan
+    reach = Reach(options.coverage)
 
     def outcome(module: str, mutant: Mutant, difference: str) -> str:
         if difference not in known:
-            limit, source = timeouts[_pattern_of(module)], mutant.applied(sources[module])
-            found = run_tests(module, source, limit, slow=options.slow)
+            reaching = reach.tests_at(module, mutant.node.lineno, mutant.node.end_lineno)
+            source = mutant.applied(sources[module])
+            found = run_tests(module, source, reaching, slow=options.slow)
             known[difference] = dict(
                 zip(("mutant", "outcome", "test"), (difference, *found), strict=True)
             )
@@ -230,11 +285,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return known[difference]["outcome"]
 
     with ThreadPoolExecutor(options.workers) as pool:
-        timeouts = dict(zip(left, pool.map(duration, left.values()), strict=True))
-        if broken := [pattern for pattern, seconds in timeouts.items() if math.isnan(seconds)]:
-            print(*(f"{left[x]}: {BROKEN}: {tests_of(left[x])}" for x in broken), sep="\n")
-            return 1
-        timeouts = {x: PATIENCE + 3 * seconds for x, seconds in timeouts.items()}
         outcomes = pool.map(lambda task: outcome(*task), tasks)
         counts: Counter[str] = Counter()
         for (module, _, difference), found in zip(tasks, outcomes, strict=True):

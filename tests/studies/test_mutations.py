@@ -1,6 +1,8 @@
 """Mutants of a function, and what `tests/mutations.py` does with them."""
 
 import dataclasses
+import os
+import sys
 from textwrap import dedent
 
 import pytest
@@ -94,14 +96,14 @@ def test_every_pattern_has_modules_and_tests():
         chosen = mutations.modules([pattern])
         assert chosen
         for module in chosen:
-            stages = mutations.tests_of(module)
-            assert stages
-            assert all((mutations.ROOT / x).exists() for stage in stages for x in stage)
+            tests = mutations.tests_of(module)
+            assert tests
+            assert all((mutations.ROOT / x).exists() for x in tests)
 
 
 def test_tests_of_its_own_name_come_first():
-    own, others = mutations.tests_of("arithmetic/eft.py")
-    assert own == ["tests/numerics/test_eft.py"]
+    own, *others = mutations.tests_of("arithmetic/eft.py")
+    assert own == "tests/numerics/test_eft.py"
     assert "tests/numerics" in others
 
 
@@ -121,46 +123,92 @@ def package(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "mcftensor/__init__.py").touch()
     (tmp_path / "mcftensor/part/one.py").write_text("def f(x):\n    return x < 1\n")
-    test = "from mcftensor.part.one import f\ndef test_one():\n    assert f(0) and not f(2)\n"
-    (tmp_path / "tests/part/test_one.py").write_text(test)
+    (tmp_path / "tests/part/test_one.py").write_text(
+        "import pytest\n"
+        "import mcftensor\n"
+        "from mcftensor.part.one import f\n"
+        "@pytest.mark.parametrize('x', [0, -1])\n"
+        "def test_small(x):\n    assert f(x)\n"
+        "def test_both():\n    assert f(0) and not f(2)\n"
+        "def test_package():\n    assert mcftensor.__file__\n"
+    )
     monkeypatch.setattr(mutations, "ROOT", tmp_path)
     monkeypatch.setattr(mutations, "PACKAGE", tmp_path / "mcftensor")
     monkeypatch.setattr(mutations, "TESTS", {"part/*": "part"})
+    monkeypatch.setattr(mutations, "PATIENCE", 20)
+    command = f"{sys.executable} -m pytest -p no:cacheprovider {{}}"
+    monkeypatch.setattr(mutations, "RUN", ("sh", "-c", command))
+    return tmp_path
 
 
+BOTH = "tests/part/test_one.py::test_both"
+
+
+@pytest.mark.parametrize("reaching", [[], [BOTH]])
 @pytest.mark.parametrize(
-    ("body", "timeout", "expected"),
+    ("body", "outcome", "test"),
     [
-        ("return x < 2", None, (mutations.SURVIVED, "")),
-        ("return None", None, (mutations.KILLED, "tests/part/test_one.py::test_one")),
-        ("while True: pass", 3, (mutations.TIMED_OUT, "")),
+        ("return x < 2", mutations.SURVIVED, ""),
+        ("return x < 3", mutations.KILLED, BOTH),
+        ("while x: pass\n    return x > 0", mutations.TIMED_OUT, BOTH),
+        ("import os; os._exit(0)", mutations.KILLED, BOTH),
+        ("return", mutations.KILLED, None),
+        ("return f", mutations.KILLED, BOTH),
     ],
 )
-def test_tests_of_a_mutant(package, body, timeout, expected):
-    assert mutations.run_tests("part/one.py", f"def f(x):\n    {body}\n", timeout) == expected
+def test_tests_of_a_mutant(package, monkeypatch, reaching, body, outcome, test):
+    monkeypatch.setattr(mutations, "PATIENCE", 4)
+    found = mutations.run_tests("part/one.py", f"def f(x):\n    {body}\n", reaching)
+    assert found[0] == outcome
+    if test is not None and reaching:
+        assert found[1] == test
 
 
-def test_survivors_are_shown(package, capsys, monkeypatch, tmp_path):
+def test_a_module_that_cannot_be_imported(package):
+    assert mutations.run_tests("part/one.py", "1 / 0\n")[0] == mutations.KILLED
+
+
+def test_tests_that_a_mutant_renames_are_left_to_the_others(package):
+    source = "def f(x):\n    return True\n"
+    found = mutations.run_tests("part/one.py", source, ["tests/part/test_one.py::test_gone"])
+    assert found == (mutations.KILLED, BOTH)
+
+
+def test_what_tests_reach(package):
+    path = package / "out" / "coverage"
+    reach = mutations.Reach(path)
+    assert reach.tests_at("part/one.py", 2, 2) == [BOTH, BOTH.replace("both", "small")]
+    assert reach.tests_at("part/one.py", 1, 1) == []  # at import
+    written = path.stat().st_mtime_ns
+    mutations.Reach(path)
+    assert path.stat().st_mtime_ns == written
+    os.utime(package / "tests/part/test_one.py")
+    mutations.Reach(path)
+    assert path.stat().st_mtime_ns > written
+
+
+def test_survivors_are_shown(package, capsys, monkeypatch):
     tried = []
 
-    def run(module, source, timeout=None, *, slow):
+    def run(module, source, reaching, *, slow):
+        assert BOTH in reaching
         tried.append(source)
         return (mutations.KILLED if "None" in source else mutations.SURVIVED), ""
 
     monkeypatch.setattr(mutations, "run_tests", run)
-    record = ["--record", str(tmp_path / "record.jsonl")]
+    files = ["--record", str(package / "record.jsonl"), "--coverage", str(package / "coverage")]
     for _ in range(2):
-        assert mutations.main(["--all", "--workers", "2", *record]) == 1
+        assert mutations.main(["--all", "--workers", "2", *files]) == 1
         shown = capsys.readouterr().out
         assert "3 SURVIVED, 1 killed" in shown
         assert "3 of 4 mutants survive" in shown
         assert "+    return (x <= 1)" in shown
-    assert len(tried) == 1 + 4  # the module as it is, and each mutant once
-    assert mutations.main(["-n", "1"]) == 1
+    assert len(tried) == 4  # each mutant once
+    assert mutations.main(["-n", "1", *files[2:]]) == 1
     assert " of 1 mutants survive" in capsys.readouterr().out
 
 
-def test_tests_have_to_pass_before(package, capsys, monkeypatch):
-    monkeypatch.setattr(mutations, "run_tests", lambda *_, **__: (mutations.KILLED, ""))
-    assert mutations.main([]) == 1
-    assert mutations.BROKEN in capsys.readouterr().out
+def test_tests_have_to_pass_before(package):
+    (package / "tests/part/test_two.py").write_text("def test_two():\n    assert False\n")
+    with pytest.raises(SystemExit, match="fail already"):
+        mutations.main(["--coverage", str(package / "coverage")])
