@@ -84,7 +84,7 @@ def as_expansion(
 
     A module keeps its parameter objects, with the attributes that users set on them, so existing
     optimizers still work (an optimizer with states of another base dtype must be created again),
-    and tied weights stay tied. Parameters that require gradients become expansions in the
+    and weights that are tied as a whole stay tied. Parameters that require gradients become expansions in the
     *parameter* role. Frozen parameters and gradients become plain tensors of the base dtype, as
     after `module.to(dtype)`; frozen expansions stay expansions. Cast the inputs, or use autocast.
     Floating-point buffers keep the precision of float32, in `bf16i16` for bf16 terms. Buffers whose
@@ -116,7 +116,8 @@ def as_expansion(
         TypeError: an integer, complex, sparse, quantized or nested tensor; an invalid format;
             options of modules given with a tensor.
         ValueError: an override that matches nothing; a tensor that is part of an autograd graph;
-            a learning rate that is not positive.
+            a learning rate that is not positive; parameters or buffers that share a part of their
+            memory, such as a weight and its transpose.
         RuntimeError: a parameter that cannot be replaced, because weak references to it exist,
             or a graph or view uses it.
 
@@ -453,6 +454,7 @@ def _carry_out(
         for held in changed:
             _require_free(where, held)
             _require_storable(where, held)
+        _require_apart(where, module, changed)
         first: dict[Any, Tensor] = {}  # of those in one memory, as by `p.data = q.data`
         for held in changed:
             x, memory = held.x, _memory_of(held.x)
@@ -522,6 +524,41 @@ def _require_storable(where: str, held: Held) -> None:
         held.wanted.require(local(held.x if held.loaded is None else held.loaded))
     except ValueError as error:
         raise ValueError(f"{where}: {held.name}: {error}") from None
+
+
+def _require_apart(where: str, module: nn.Module, changed: list[Held]) -> None:
+    """Raise ValueError if a tensor to be changed shares a part of its memory with another one.
+
+    The conversion gives each its own memory, and would end such a tie in silence.
+    """
+    ours = {id(held.x) for held in changed}
+    lying: dict[Any, list[tuple[str, Tensor]]] = {}
+    for name, x in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if _memory_of(x) is not None:
+            part = x._read()[0] if isinstance(x, MCFTensor) else x
+            lying.setdefault(part.untyped_storage().data_ptr(), []).append((name, x))
+    for beside in lying.values():
+        for (name, x), (other, y) in itertools.combinations(beside, 2):
+            is_tied = x is y or _memory_of(x) == _memory_of(y)  # as a whole, which stays
+            if not is_tied and (id(x) in ours or id(y) in ours) and _overlap(x, y):
+                raise ValueError(
+                    f"{where}: {name} of shape {tuple(x.shape)} and {other} of shape "
+                    f"{tuple(y.shape)} share a part of their memory, a tie that would end here. "
+                    "Tie whole parameters, module.weight = other.weight, and transpose or select "
+                    "where they are used; or leave both as they are, by overrides={name: None}; or "
+                    f"end the tie yourself: {other} = its .clone()"
+                )
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors of one storage have elements in one place."""
+    first, second = (z._read()[0] if isinstance(z, MCFTensor) else z for z in (x, y))
+    if first.dtype != second.dtype:
+        return True
+    size = first.untyped_storage().nbytes() // first.element_size()
+    places = torch.zeros(size, dtype=torch.bool, device="cpu")
+    places.as_strided(first.shape, first.stride(), first.storage_offset()).fill_(True)
+    return bool(places.as_strided(second.shape, second.stride(), second.storage_offset()).any())
 
 
 def _memory_of(x: Tensor) -> Any:

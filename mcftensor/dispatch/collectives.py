@@ -110,9 +110,8 @@ if dist.is_available():
     ) -> Any:
         """Reduce over ranks in place, as `torch.distributed.all_reduce`."""
         (x,) = tensors
-        parts = [
-            _nearest(torch.empty_like(x)) for _ in range(dist.ProcessGroup.unbox(group).size())
-        ]
+        count = dist.ProcessGroup.unbox(group).size()
+        parts = [_nearest(x, [torch.empty_like(term) for term in x._read()]) for _ in range(count)]
         _, work = move(_c10d.allgather_.default, [parts], [_nearest(x)], group)
         work.wait()
         x.copy_(_reduced(func, parts, dist.ReduceOp.RedOpType(op.op()).name.lower()))
@@ -154,10 +153,17 @@ def _moved(x: MCFTensor, components: Sequence[Tensor], count: Tensor | None) -> 
     return MCFTensor.of(components, x._format, x._role, writes=writes)
 
 
-def _nearest(x: Tensor) -> MCFTensor:
-    """Return the same terms as a value rounded to nearest: random numbers differ among ranks."""
-    assert isinstance(x, MCFTensor)
-    return MCFTensor.of(x.components, x.format.nearest)
+def _nearest(x: MCFTensor, components: Sequence[Tensor] | None = None) -> MCFTensor:
+    """Return the same terms, or others, as a value rounded to nearest: random numbers differ among
+    ranks.
+    """
+    return MCFTensor.of(x.components if components is None else components, x.format.nearest)
+
+
+def require_one_format(func: Any, args: Any) -> None:
+    """Raise ValueError for expansions among tensors that have not the same terms."""
+    if expansions(args):
+        _one_format(func, args)
 
 
 def _one_format(func: Any, args: Any) -> Format:

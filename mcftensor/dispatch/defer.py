@@ -22,6 +22,7 @@ from mcftensor.dispatch.registry import IN_STEP, Shortcut
 from mcftensor.dispatch.resolve import Kind, kind, plan
 from mcftensor.dispatch.storage_formats import are_apart
 from mcftensor.formats import PLAIN, Format
+from mcftensor.kernels import LOCK
 from mcftensor.kernels.columns import are_same, places_of
 from mcftensor.passes.decoded_traces import NO_STATE, State
 from mcftensor.passes.expressions import NUMBER
@@ -35,7 +36,7 @@ from mcftensor.tensor.step_tensors import (
     TapedTensor,
     on_plain,
 )
-from mcftensor.tensor.tape import LOCK, Layout, Strand, Tape
+from mcftensor.tensor.tape import Layout, Strand, Tape
 from mcftensor.tensor.tensor import MCFTensor
 
 Lists = Sequence[Sequence[Any]]

@@ -14,7 +14,8 @@ from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import is_wrapped, leaves, value_of
 from mcftensor.dispatch.torch_functions import converted
 from mcftensor.formats import PLAIN, Format, named
-from mcftensor.kernels.without_float64 import PAIR, PIECES, has_float64, pieces, without
+from mcftensor.kernels.without_float64 import PAIR, has_float64, without
+from mcftensor.passes.format_conversion import number_terms
 from mcftensor.tensor.components import any_format_of, format_of, on_local
 from mcftensor.tensor.tensor import MCFTensor, of_numbers
 
@@ -99,17 +100,19 @@ def _result(
     is_available = has_float64(torch.device(device))
     if name in SPACED and not (is_available and format.precision <= PRECISION):
         return SPACED[name](format, *args, **options)
-    if is_available:
-        made: Tensor = func(*args, dtype=WIDE, **options)
-        return made
-    if func is torch.tensor:
+    if name in ("tensor", "as_tensor") and not tensors:
         return of_numbers(*args).to(device)
     stem = name.removeprefix("new_").removesuffix("_like")
     filled = [options.pop("fill_value")] if "fill_value" in options else []
-    single = functools.partial(func, dtype=torch.float32, **options)
     if stem in ("full", "scalar_tensor"):
         *others, number = *args, *filled
-        return MCFTensor.of([single(*others, x.item()) for x in pieces(number)], named(PIECES))
+        source, terms = number_terms(number, torch.device(device))
+        made = [func(*others, x.item(), dtype=x.dtype, **options) for x in terms]
+        return made[0] if len(made) == 1 else MCFTensor.of(made, named(source))
+    if is_available:
+        whole: Tensor = func(*args, dtype=WIDE, **options)
+        return whole
+    single = functools.partial(func, dtype=torch.float32, **options)
     if stem in ("zeros", "ones", "empty", "eye"):
         return single(*args)
     if stem in ("rand", "randn"):

@@ -14,7 +14,7 @@ from torch import Tensor
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.default_handler import compute
-from mcftensor.dispatch.operands import expansions, mapped, plainly
+from mcftensor.dispatch.operands import expansions, leaves, mapped, plainly
 from mcftensor.dispatch.registry import TABLE, Handler
 from mcftensor.dispatch.write_results import (
     assign_tree,
@@ -59,13 +59,29 @@ def evaluate_into(
 
 
 def as_values(inputs: Any) -> Any:
-    """Return parameters as values, so that a written expansion gets all their terms."""
+    """Return parameters as values, so that what is written gets all their terms."""
     return mapped(
         lambda x: (
             MCFTensor.of(x.components, x.format, writes=x._count) if isinstance(x, MCFTensor) else x
         ),
         inputs,
     )
+
+
+def takes_all_terms(target: Tensor, operands: Any) -> bool:
+    """Return whether a plain target gets all terms of parameters, as an average of weights does.
+
+    A write into a dtype wider than their terms, to which no gradients flow, is no forward pass.
+    """
+    found = expansions(operands)
+    if not target.is_floating_point() or not any(x.acts_as == "parameter" for x in found):
+        return False
+    if any(isinstance(x, GradientTensor) for x in found):
+        return False
+    tensors = [x for x in leaves(operands) if isinstance(x, Tensor)]
+    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (target, *tensors))
+    is_wider = all(target.dtype.itemsize > x._format.dtype.itemsize for x in found)
+    return is_wider and not is_recorded
 
 
 # --------------------------------------------------------------------------- onto plain tensors
@@ -96,6 +112,8 @@ def onto_plain(handler: Handler) -> Handler:
         targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
         if any(isinstance(x, MCFTensor) for x in targets):
             return handler(func, *args, **kwargs)
+        if targets and all(takes_all_terms(x, (args, kwargs)) for x in targets):
+            args, kwargs = as_values((args, kwargs))
         wide = _wide_for(targets, args, kwargs)
         if wide is None:
             return handler(func, *args, **kwargs)

@@ -14,10 +14,10 @@ from mcftensor.arithmetic.write_counts import count_beside, moved, name_, start,
 from mcftensor.dispatch.resolve import uses_leading
 from mcftensor.formats import PLAIN, Format, named
 from mcftensor.formats.promotion import longest_format
-from mcftensor.kernels import marks
+from mcftensor.kernels import LOCK, marks
 from mcftensor.kernels.columns import is_bare, on_device
-from mcftensor.kernels.without_float64 import PIECES, has_float64, pieces, widest
-from mcftensor.passes.format_conversion import collapse, key_for, recode
+from mcftensor.kernels.without_float64 import is_long, widest
+from mcftensor.passes.format_conversion import collapse, key_for, number_terms, recode
 from mcftensor.passes.operators import Number
 from mcftensor.tensor.components import COMPONENTS, Role, local, placed_like
 from mcftensor.tensor.dtensor import place_of
@@ -176,8 +176,13 @@ def plain(operand: Any) -> Tensor:
         require_dense(operand)
         return operand
     require_numbers([operand])
-    dtype = widest()  # as much as its formats represent
+    dtype = torch.int64 if is_long(operand) else widest()  # as much as its formats represent
     return torch.scalar_tensor(operand, dtype=dtype, device="cpu")
+
+
+def with_long_ints(args: Sequence[Any]) -> Sequence[Any]:
+    """Return arguments with ints that float64 does not hold as tensors, which keep all bits."""
+    return [torch.tensor(x, device="cpu") if is_long(x) else x for x in args]
 
 
 _layout = attrgetter("layout")
@@ -225,8 +230,9 @@ def stored_in(
 
 def entered(operand: Any, device: torch.device) -> tuple[Format, list[Tensor]]:
     """Return a plain operand or a number as components of a format on a device."""
-    if isinstance(operand, Number) and not has_float64(device):
-        return named(PIECES), [on_device(x, device) for x in pieces(float(operand))]
+    if isinstance(operand, Number):
+        name, terms = number_terms(operand, device)
+        return named(name), [on_device(x, device) for x in terms]
     x = plain(operand)
     return PLAIN[x.dtype], [on_device(x, device) if x.dim() == 0 else x]
 
@@ -365,10 +371,11 @@ def overwrite(
     own, new = list(targets), list(components)
     if is_bare(own, new):
         watched = marks.of_column(own[:1]) if marks.watched_addresses else []
-        if any(watched):
-            marks.store_marked(own, new, [*watched, *[None] * (len(own) - 1)])
-        else:
-            torch._foreach_copy_(own, new, non_blocking)
+        with LOCK:
+            if any(watched):
+                marks.store_marked(own, new, [*watched, *[None] * (len(own) - 1)])
+            else:
+                torch._foreach_copy_(own, new, non_blocking)
     else:  # single operators, which compilers can trace
         copy = torch.ops.aten.copy_.default._op
         uninterrupted([partial(copy, x, y, non_blocking) for x, y in zip(own, new, strict=True)])

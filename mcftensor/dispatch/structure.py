@@ -48,7 +48,7 @@ from mcftensor.dispatch.storage_formats import plain_numbers
 from mcftensor.dispatch.view_offsets import starts_of_pieces
 from mcftensor.dispatch.write_results import refusal
 from mcftensor.formats import Format, compute_view, movable, unmoved
-from mcftensor.kernels import marks
+from mcftensor.kernels import LOCK, marks
 from mcftensor.kernels.columns import is_bare
 from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.passes.format_conversion import compute_tensor as compute_tensor_of
@@ -72,10 +72,11 @@ def _copies(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
     """
     if x._format is compute_view:
         return tree_map(partial(holding, x), func(x._read()[1], *args, **kwargs))
-    results = x._format.move(func, x._read(), x.shape, args, kwargs, own=True)
-    if results is None:
-        return func(plain_numbers(x), *args, **kwargs)
-    return _together(x, results, repeat(0), own=True)
+    with LOCK:
+        results = x._format.move(func, x._read(), x.shape, args, kwargs, own=True)
+        if results is not None:
+            return _together(x, results, repeat(0), own=True)
+    return func(plain_numbers(x), *args, **kwargs)
 
 
 def _views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
@@ -396,7 +397,8 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
         return func(plain, dtype=dtype, **kwargs) if kwargs else plain
     if share_scales([x]):
         return _copies(func, x, (), kwargs)
-    copied = x._like([func(t, **kwargs) for t in x._read()], own=True)
+    with LOCK:
+        copied = x._like([func(t, **kwargs) for t in x._read()], own=True)
     _keep_hooks(x, copied)
     return copied
 
@@ -431,7 +433,8 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
         raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
     check_update(func, target, source)
     if target._format.shared:
-        copy_blocks_(target, source)
+        with LOCK:
+            copy_blocks_(target, source)
         return target
     is_alike = isinstance(source, MCFTensor) and source.format is target.format
     key = None if is_alike else rounding_key(target.format, [target])

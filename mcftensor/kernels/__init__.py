@@ -10,6 +10,7 @@ from __future__ import annotations
 from mcftensor.kernels.columns import Column as Column
 from mcftensor.kernels.columns import Columns as Columns
 from mcftensor.kernels.columns import Scalar as Scalar
+from mcftensor.kernels.execute import LOCK as LOCK
 from mcftensor.kernels.execute import run as run
 from mcftensor.kernels.execute import run_alike as run_alike
 from mcftensor.kernels.program import Body as Body

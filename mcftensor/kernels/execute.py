@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
+import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -41,6 +43,15 @@ OF_A_CALL = 1 << 13
 # The number of elements from which looking for compiled code, and compiling it, is worthwhile.
 LOOK_AFTER = 1 << 15
 BUILD_AFTER = 1 << 20
+
+LOCK = threading.RLock()
+"""Held while components are written or copied, and while a tape is, since another thread may read
+its tensors: it gets the numbers before or after a write, and never some terms of both."""
+
+if hasattr(os, "register_at_fork"):  # a thread that holds the lock does not exist in the child
+    os.register_at_fork(
+        before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release
+    )
 
 # Device types on which Triton kernels run.
 TRITON_DEVICES = ["cuda"]
@@ -223,7 +234,8 @@ def run_alike(
         run(body, dataclasses.replace(columns, vectors=vectors, outputs=outputs))
         return
     columns.marks = marks_of_outputs(signature, lengths, addresses[len(signature.vectors) :])
-    kernel_of(body, signature).run(columns, lengths, addresses)
+    with LOCK:
+        kernel_of(body, signature).run(columns, lengths, addresses)
 
 
 def run(body: Body, columns: Columns) -> None:
@@ -232,10 +244,11 @@ def run(body: Body, columns: Columns) -> None:
     A function is recorded and compiled once for each combination of dtypes, so callers must pass
     the same object at every call.
     """
-    if _lacks_float64(columns.outputs[0][0].device):
-        run_without_float64(partial(_run, *_in_pieces(body, columns)))
-        return
-    _run(body, columns)
+    with LOCK:
+        if _lacks_float64(columns.outputs[0][0].device):
+            run_without_float64(partial(_run, *_in_pieces(body, columns)))
+        else:
+            _run(body, columns)
 
 
 def _lacks_float64(device: torch.device) -> bool:
@@ -249,7 +262,8 @@ def _in_pieces(body: Body, columns: Columns) -> tuple[Body, Columns]:
         return body, columns
     scalars: list[Sequence[Scalar]] = []
     for column, is_split in zip(columns.scalars, are_split, strict=True):
-        scalars += zip(*[pieces(float(x)) for x in column], strict=True) if is_split else [column]
+        split = [pieces(x.item() if isinstance(x, Tensor) else x) for x in column if is_split]
+        scalars += zip(*split, strict=True) if is_split else [column]
     made = dataclasses.replace(columns, scalars=scalars)
     return _with_pieces(body, are_split), made
 

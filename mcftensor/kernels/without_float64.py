@@ -101,8 +101,32 @@ class Pieces(NamedTuple):
     rest: Tensor
 
 
+def is_long(x: Any) -> bool:
+    """Return whether a Python number is an int that float64 may not hold."""
+    return isinstance(x, int) and not -(2**53) <= x <= 2**53
+
+
+def terms_of_int(x: int, nearest: Callable[[float], float] = float) -> list[float]:
+    """Return an int as a sum of three floats, each nearest to what the ones before it leave.
+
+    Raises:
+        OverflowError: an int beyond the range of float64.
+    """
+    terms = []
+    for _ in range(3):
+        terms.append(nearest(float(x)))
+        if not math.isfinite(terms[-1]):
+            return [terms[-1], 0.0, 0.0]
+        x -= int(terms[-1])
+    return terms
+
+
 def pieces(x: float, device: torch.device | str = "cpu") -> Pieces:
     """Return a Python number as float32 terms. The first two are the nearest number of two."""
+    if is_long(x):
+        terms = terms_of_int(int(x), _nearest)
+        return Pieces(*[torch.scalar_tensor(y, dtype=torch.float32, device=device) for y in terms])
+    x = float(x)
     terms = [_nearest(x), 0.0, 0.0]
     if math.isfinite(terms[0]):
         total = terms[0] + _nearest(x - terms[0])
@@ -113,6 +137,9 @@ def pieces(x: float, device: torch.device | str = "cpu") -> Pieces:
 
 PIECES = "fp32x3"
 """The format of a number as pieces."""
+
+PARTS = "fp64x3"
+"""The format of an int that float64 does not hold."""
 
 PAIR = "fp32x2"
 """The format of values that are in float64 where it is available."""

@@ -19,7 +19,14 @@ from mcftensor.kernels.columns import Flat
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.eager import CHUNK, indices
 from mcftensor.kernels.program import COMPUTED, PATTERNS
-from mcftensor.kernels.without_float64 import PIECES, has_float64, pieces
+from mcftensor.kernels.without_float64 import (
+    PARTS,
+    PIECES,
+    has_float64,
+    is_long,
+    pieces,
+    terms_of_int,
+)
 
 
 @opaque(lambda stored, source, format, key: named(format).empty_like(stored[0]), of_one=True)
@@ -44,15 +51,25 @@ def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | Non
 
 def of_number(x: float, format: Format, device: torch.device | None) -> list[Tensor]:
     """Return a Python number as components of a format, rounded to nearest."""
-    if has_float64(device):
-        entered = [torch.tensor(x, dtype=torch.float64, device="cpu")]
-        return recode(entered, "float64", format.nearest.name, None)
-    return recode(list(pieces(float(x))), PIECES, format.nearest.name, None)
+    source, terms = number_terms(x, device)
+    return recode(terms, source, format.nearest.name, None)
+
+
+def number_terms(x: float, device: torch.device | None) -> tuple[str, list[Tensor]]:
+    """Return a Python number with all its bits: the name of a format, and components on the CPU.
+
+    Everything that takes a number takes it here.
+    """
+    if not has_float64(device):
+        return PIECES, list(pieces(x))
+    numbers = terms_of_int(int(x)) if is_long(x) else [x]
+    name = PARTS if len(numbers) > 1 else "float64"
+    return name, [torch.tensor(y, dtype=torch.float64, device="cpu") for y in numbers]
 
 
 def odd_number(x: float) -> Tensor:
     """Return a Python number in float32, rounded to odd, so that it can be rounded once more."""
-    return Sum(pieces(float(x))).to_odd()
+    return Sum(pieces(x)).to_odd()
 
 
 def compute_tensor(stored: Sequence[Tensor], format: Format) -> Tensor:

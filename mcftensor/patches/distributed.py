@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcftensor.dispatch.collectives import carried
+from mcftensor.dispatch.collectives import carried, require_one_format
 from mcftensor.dispatch.operands import name_counts
 from mcftensor.patches.optimizers import parameters_of
 from mcftensor.patches.table import by_name, calls, row
@@ -79,6 +79,15 @@ def _parts(x: Tensor) -> tuple[Tensor, ...]:
         return (x,)
     components = tuple(map(carried, x.components))
     return components if x._writes is None else (*components, x._writes)
+
+
+def _of_one_kind(collective: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collective)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        require_one_format(f"torch.distributed.{collective.__name__}", (args, kwargs))
+        return collective(*args, **kwargs)
+
+    return checked
 
 
 @by_name
@@ -208,6 +217,14 @@ if dist.is_available():
         loss="DistributedDataParallel raises for expansions, or concatenates their terms wrongly.",
         change=_by_terms,
     )
+    for _name in ("allgather", "gather", "reduce_scatter", "scatter"):
+        row(
+            f"torch.distributed.ProcessGroup.{_name}",
+            why="PyTorch does not look for tensors of a class in lists of lists. Beside a plain "
+            "tensor, the expansions there are read as memory that they do not have.",
+            loss=f"{_name} of a plain tensor with a list of expansions crashes the process.",
+            change=_of_one_kind,
+        )
     row(
         "torch.distributed.checkpoint.state_dict._broadcast_state_dict",
         why="With `broadcast_from_rank0`, the other ranks wait for plain tensors of the dtypes "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mcftensor.patches.table import calls, patch, row
 from mcftensor.tensor.components import Role, any_format_of, format_of, local
-from mcftensor.tensor.implicit_rounding import saying_itself
+from mcftensor.tensor.implicit_rounding import narrowing, saying_itself
 from mcftensor.tensor.pickling import attributes_of_users
 from mcftensor.tensor.step_tensors import PendingTensor, TapedTensor, resolved
 from mcftensor.tensor.tensor import MCFTensor
@@ -198,9 +198,21 @@ def _finding_terms(load: Callable[..., Any]) -> Callable[..., Any]:
     def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(state_dict, Mapping):
             state_dict = calls.before_loading(self, state_dict)
+            if not (args[1] if len(args) > 1 else kwargs.get("assign", False)):
+                narrowing("load_state_dict", _narrowed(self, state_dict))
         return load(self, state_dict, *args, **kwargs)
 
     return load_state_dict
+
+
+def _narrowed(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the names and formats of what a module would round to its own formats."""
+    found = {}
+    for name, x in itertools.chain(module.named_parameters(), module.named_buffers()):
+        its, own = format_of(state_dict.get(name)), format_of(x)
+        if its is not None and own is not None and its.precision > own.precision:
+            found[name] = its, own
+    return found
 
 
 @patch(

@@ -47,7 +47,9 @@ def _by_way_of_hooks(process: Callable[[], Tensor], given: dict[str, Any]) -> Te
     in_blocks = its is not None and bool(its.shared)  # which is only a state's
     if own and (x.shape != p.shape or id(p) in _thread.resumed or in_blocks):
         return x.to(process().device)
-    given["value"] = calls.as_loaded(p, given["value"], given.get("key"))
+    given["value"] = made = calls.as_loaded(p, x, given.get("key"))
+    if own and format_of(made):  # the format of a state may have another dtype than its parameter
+        return made.to(p.device)
     return process()
 
 
@@ -120,7 +122,7 @@ def _over_expansions(
 
 def _tell(states: dict[Any, Any], format: Format) -> bool:
     """Return whether the states belong to a parameter in a format."""
-    return any(format_of(x) == format for x in tree_leaves(states))
+    return any(format_of(x) in (format, format.of_states) for x in tree_leaves(states))
 
 
 def _would_change(p: Tensor, states: dict[Any, Any]) -> bool:

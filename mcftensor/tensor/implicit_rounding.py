@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeVar
@@ -63,7 +63,8 @@ class when_rounded:
       the terms have, `float(x)`, `x.numpy()`, and any other conversion to NumPy;
     - writes to targets that represent every number of the format to its promised bits: float32 for
       `bf16x2`, `bf16x3` and `bf16i16`, float64 for these and `fp32x2`; and to integer targets;
-    - writes to expansions, which round to their own format;
+    - writes to expansions, which round to their own format, except that `load_state_dict` of a
+      module names what it rounds to a narrower one;
     - arithmetic on parameters outside of a step, which uses leading terms. A copy of a parameter
       into a plain tensor is an implicit rounding;
     - within a step, writes to gradients, which are plain, and all operations of an optimizer for
@@ -175,6 +176,30 @@ def rounding(operation: Any, sources: Iterable[Any], target: Tensor) -> None:
         f"{repair}",
         frame,
     )
+
+
+def narrowing(operation: str, formats: Mapping[str, tuple[Format, Format]]) -> None:
+    """Warn or raise before expansions are loaded into narrower formats, by name.
+
+    Args:
+        operation: its name.
+        formats: the format of each expansion and the one that it is rounded to.
+    """
+    if not formats or _thread.action == "ignore" or torch.compiler.is_dynamo_compiling():
+        return
+    name, (its, own) = next(iter(formats.items()))
+    others = f" and {len(formats) - 1} more" if len(formats) > 1 else ""
+    message = (
+        f"{operation}: {name}{others}, saved in {its.name}, would be rounded to {own.name}, the "
+        f"format of this module. To go on with all terms, call "
+        f"mcf.as_expansion(model, {its.name!r}) before it; to round on purpose, mcf.as_plain(x) or "
+        'mcf.when_rounded("ignore")'
+    )
+    if _thread.action == "raise":
+        raise RoundedError(message)
+    frame = _caller()
+    if frame is not None:
+        _warn(message.replace("would be", "is"), frame)
 
 
 def _warn(message: str, frame: FrameType) -> None:

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mcftensor.formats import Format
+from mcftensor.kernels import LOCK
 from mcftensor.tensor.components import COMPONENTS, Role, wrapper
-from mcftensor.tensor.tape import LOCK, Strand
+from mcftensor.tensor.tape import Strand
 from mcftensor.tensor.tensor import MCFTensor
 
 _wrapper: Any = Tensor._make_wrapper_subclass

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import os
-import threading
 import weakref
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext, suppress
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.formats import Format
-from mcftensor.kernels import Column, Columns, run_alike
+from mcftensor.kernels import LOCK, Column, Columns, run_alike
 from mcftensor.passes.decoded_traces import Decoded
 from mcftensor.passes.expressions import Expression, Operand, carry_out
 from mcftensor.passes.traces import EMPTY, Trace
@@ -36,14 +34,6 @@ FEW = 256
 
 # The number of elements on the tape at which all strands are run, to bound the memory in use.
 MUCH = 1 << 20
-
-LOCK = threading.RLock()
-"""Held while a tape is written or run, because other threads may read its tensors."""
-
-if hasattr(os, "register_at_fork"):  # a thread that holds the lock does not exist in the child
-    os.register_at_fork(
-        before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release
-    )
 
 Layout = tuple[tuple[torch.device, torch.Size, tuple[int, ...]], ...]
 """The device, shape and strides of each of several tensors, one for each row."""

@@ -13,7 +13,14 @@ from mcftensor.arithmetic.write_counts import count_beside, moved
 from mcftensor.formats import Format, require_format, unmoved
 from mcftensor.formats.format import named
 from mcftensor.kernels.columns import on_device
-from mcftensor.kernels.without_float64 import PIECES, has_float64
+from mcftensor.kernels.without_float64 import (
+    PARTS,
+    PIECES,
+    has_float64,
+    is_long,
+    pieces,
+    terms_of_int,
+)
 from mcftensor.passes.format_conversion import odd_number, of_number
 from mcftensor.tensor.components import Role, check_components, check_writes, normalized
 from mcftensor.tensor.fsdp_hooks import GatheredTensor
@@ -204,6 +211,8 @@ class MCFTensor(GatheredTensor, PickledTensor, AddressedTensor, ReadableTensor):
 
 def of_numbers(data: Any) -> Tensor:
     """Return numbers, in nested lists or an array, in float64, or in float32 terms without it."""
+    if (long := _long_ints(data)) is not None:
+        return long
     if has_float64():
         return torch.tensor(data, dtype=torch.float64, device="cpu")
     high = torch.tensor(data, dtype=torch.float32, device="cpu").numpy()  # or an error
@@ -218,6 +227,24 @@ def of_numbers(data: Any) -> Tensor:
         )
     terms = [torch.from_numpy(np.array(x)) for x in (high, low, rest)]
     return MCFTensor.of(terms, named(PIECES))
+
+
+def _long_ints(data: Any) -> Tensor | None:
+    """Return numbers in all their bits if ints that float64 does not hold are among them."""
+    found = np.asarray(data)
+    if found.dtype.kind not in "iufO" or isinstance(data, np.ndarray) and found.dtype.kind == "f":
+        return None
+    if found.dtype.kind != "O" and not (found.size and abs(found.astype(np.float64)).max() >= 2**53):
+        return None
+    numbers = np.array(data, dtype=object)
+    if not any(map(is_long, numbers.flat)):
+        return None
+    terms = [terms_of_int(int(x)) if is_long(x) else [float(x), 0.0, 0.0] for x in numbers.flat]
+    if not has_float64():
+        terms = [[float(y) for y in pieces(x)] for x in numbers.flat]
+    name, dtype = (PARTS, torch.float64) if has_float64() else (PIECES, torch.float32)
+    made = [torch.tensor(x, dtype=dtype, device="cpu") for x in zip(*terms, strict=True)]
+    return MCFTensor.of([x.view(numbers.shape) for x in made], named(name))
 
 
 def number_in(

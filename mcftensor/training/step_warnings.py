@@ -54,9 +54,11 @@ class NarrowStateWarning(UserWarning):
     It is raised after its first step, and after the first one since a module was converted. It
     covers plain states of another shape than their parameter, such as preconditioners, whose sums
     and averages need more bits. A step makes states in the parameters' dtype wider; these were made
-    before it, in 16 bits by name, or of sharded parameters. It also covers plain second moments
-    without a mode of `collage`: they are left from a run in plain 16 bits, where they never decay.
-    And it covers a learning rate in a tensor of 16 bits, which does not follow a slow schedule.
+    before it, in 16 bits by name, or of sharded parameters. It also covers plain states in the
+    shape of their parameter without a mode of `collage`, unless they are copies of the gradient:
+    they are left from a run in plain 16 bits, where they never decay, or were made in the dtype of
+    a gradient. And it covers a learning rate in a tensor of 16 bits, which does not follow a slow
+    schedule.
     """
 
 
@@ -91,7 +93,8 @@ class ZeroMomentWarning(UserWarning):
 
     The optimizer divides by its eps alone. Squares of gradients below 2^-25 are zero in `float16`
     and in `fp16x2`, whose tails end there. Raised once for each state, by `mcf.EDQ` on measured
-    steps.
+    steps. Without it, raised by the step that makes the states, if some of them are zero where
+    gradients are not.
     """
 
 
@@ -252,8 +255,8 @@ def _names(parameters: Iterable[Tensor]) -> str:
 
 _REPAIRS = {
     False: "If it has an option for their dtype, give float32",
-    True: "They are from before mcf.as_expansion(model): call mcf.collage(optimizer, 'plus'), "
-    "which converts states that exist",
+    True: "They are from before mcf.as_expansion(model), or were made in the dtype of a gradient: "
+    "call mcf.collage(optimizer, 'plus'), which converts states that exist",
 }
 """By whether a state has the shape of its parameter."""
 
@@ -261,8 +264,9 @@ _REPAIRS = {
 def _after_step(optimizer: Optimizer) -> None:
     """Warn of narrow states after a step that has made states, or makes none.
 
-    A state in the shape of its parameter is an expansion, or plain because a mode says so, or from
-    before the conversion of its parameter.
+    A state in the shape of its parameter is an expansion, or plain because a mode says so, or a copy
+    of the gradient, or from before the conversion of its parameter, or made in the dtype of its
+    gradient.
     """
     if not optimizer.state and all(p.grad is None for p in parameters_of(optimizer)):
         return
@@ -275,9 +279,10 @@ def _after_step(optimizer: Optimizer) -> None:
         for name, value in state.items()
         for x in tree_leaves(value)
         if type(x) is Tensor and x.dtype in NARROW
-        if x.shape != p.shape or (name in SECOND_MOMENTS and not has_mode)
+        if x.shape != p.shape or not (has_mode or _is_gradient(x, p))
     }
     _warn_of_narrow_rate(optimizer)
+    _warn_of_vanished(optimizer)
     if found:
         states = sorted(found.items(), key=str)
         told = ", ".join(f"{name} ({str(dtype)[6:]})" for (name, _), dtype in states)
@@ -287,6 +292,42 @@ def _after_step(optimizer: Optimizer) -> None:
             f"expansions: {told}. What they sum or average loses small changes. {repairs}",
             NarrowStateWarning,
         )
+
+
+def _is_gradient(x: Tensor, p: Tensor) -> bool:
+    """Return whether a state is the gradient of this step, or its negative, which loses nothing."""
+    g = p.grad
+    is_plain = type(g) is Tensor and g.dtype == x.dtype and g.shape == x.shape and not is_fake(g)
+    return is_plain and (torch.equal(x, g) or torch.equal(x, -g))  # type: ignore[operator,arg-type]
+
+
+def _warn_of_vanished(optimizer: Optimizer) -> None:
+    """Warn of second moments in two float16 terms that are zero beside gradients that are not."""
+    found: dict[str, Format] = {}
+    for name, _, p in named_parameters_of(optimizer):
+        own, g = optimizer.state.get(p), local(p.grad)
+        for key in SECOND_MOMENTS & (own.keys() if isinstance(own, dict) else set()):
+            x = local(own[key])
+            format = format_of(x)
+            if format is None or format.shared or format.dtype is not torch.float16:
+                continue
+            if type(g) is not Tensor or g.shape != x.shape or is_fake(g) or g.is_meta:
+                continue
+            if bool(((x.detach() == 0) & (g != 0)).any()):
+                found[f"{key} of {name}"] = format
+    if found:
+        warn(
+            f"{type(optimizer).__name__}: second moments in {next(iter(found.values())).name} are "
+            f"zero where gradients are not, since the square is below the range of the format, and "
+            f"weights will move by many learning rates: {some(found)}. {_RANGE}",
+            ZeroMomentWarning,
+        )
+
+
+_RANGE = (
+    "Keep them in a format with the range of float32: mcf.collage(optimizer, 'compact'), or "
+    "weights in mcf.fp16i16"
+)
 
 
 def _warn_of_narrow_rate(optimizer: Optimizer) -> None:
@@ -441,8 +482,7 @@ def warn_of_zeros(optimizer: Optimizer, found: Mapping[str, tuple[float, Tensor]
     warn(
         f"{type(optimizer).__name__}: second moments in {kind} are zero where first moments are "
         f"not, and a weight moved by {largest:.0f} learning rates, since the step divides by eps "
-        f"alone: {some(new)}. Keep them in a format with the range of float32: "
-        "mcf.collage(optimizer, 'compact'), or weights in mcf.fp16i16",
+        f"alone: {some(new)}. {_RANGE}",
         ZeroMomentWarning,
     )
 

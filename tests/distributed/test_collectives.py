@@ -148,3 +148,34 @@ def test_what_would_lose_terms_is_refused():
         dist.all_gather([x, torch.empty_like(x)], of_rank(0, mcf.bf16x3))
     with pytest.raises(ValueError, match="plain"):
         dist.all_gather(list(torch.empty(2, 3, 2, dtype=x.dtype)), x)
+
+
+@on_ranks(2)
+def test_plain_tensors_beside_lists_of_expansions_are_refused():
+    """In either direction, before anything is sent: PyTorch would read memory that is not there."""
+    x = of_rank(0, mcf.bf16x2)
+    plain = torch.zeros(3, 2, dtype=x.dtype)
+    for own, several in ((plain, [x, x]), (x, [plain, plain])):
+        if dist.get_rank() == 0:
+            with pytest.raises(ValueError, match=r"(?s)scatter.*bf16x2 and plain"):
+                dist.scatter(own, several)
+            with pytest.raises(ValueError, match=r"(?s)gather.*bf16x2 and plain"):
+                dist.gather(own, several)
+        with pytest.raises(ValueError, match=r"(?s)all_?gather.*bf16x2 and plain"):
+            dist.all_gather(several, own)
+        with pytest.raises(ValueError, match=r"(?s)(alltoall|all_to_all).*bf16x2 and plain"):
+            dist.all_to_all([own, own], several)
+    with pytest.raises(ValueError, match=r"reduce_scatter.*bf16x2 and plain"):
+        dist.reduce_scatter(plain, [x, x])
+    assert torch.equal(plain, torch.zeros_like(plain))
+
+
+@on_ranks(2)
+def test_a_sum_of_parameters_as_a_vector():
+    """Gradients are recorded while it is taken, as in models averaged by hand."""
+    rank = dist.get_rank()
+    parameters = [torch.nn.Parameter(of_rank(rank + i, mcf.bf16x2)) for i in (0, 2)]
+    vector = torch.nn.utils.parameters_to_vector(parameters)
+    dist.all_reduce(vector)
+    right = sum(exact(torch.cat([of_rank(r, mcf.bf16x2), of_rank(r + 2, mcf.bf16x2)])) for r in (0, 1))
+    assert exact(vector.detach()).tolist() == pytest.approx(right.flatten().tolist(), rel=2.0**-15)

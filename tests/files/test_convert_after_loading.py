@@ -384,3 +384,39 @@ def test_load_file_keeps_it_too(tmp_path):
     model = new(seed=5)
     mcf.load_file(tmp_path / "model.safetensors", model)
     assert_same_bits(mcf.as_expansion(model).state_dict(), run.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "is_told"),
+    [
+        (mcf.bf16i16, None, True),
+        (mcf.fp32x2, mcf.bf16x3, True),
+        (mcf.bf16i8, mcf.bf16x2, False),
+        (mcf.bf16x2, mcf.bf16i16, False),
+        (mcf.bf16x3, mcf.bf16i16, False),
+    ],
+    ids=str,
+)
+def test_a_narrower_format_is_told_by_name(saved, own, is_told):
+    state = mcf.as_expansion(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), saved).state_dict()
+    model = mcf.as_expansion(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), own)
+    if not is_told:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.load_state_dict(state)
+        return
+    match = rf"load_state_dict: 0\.weight and \d more, saved in {saved.name}, is rounded to bf16x"
+    with pytest.warns(mcf.errors.RoundedWarning, match=match) as caught:
+        model.load_state_dict(state)
+    assert len(caught) == 1
+    before = copy.deepcopy(model.state_dict())
+    other = {name: x + 1 for name, x in state.items()}
+    with mcf.when_rounded("raise"), pytest.raises(mcf.errors.RoundedError, match="would be rounded"):
+        model.load_state_dict(other)
+    assert_same_bits(model.state_dict(), before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with mcf.when_rounded("ignore"):
+            model.load_state_dict(state)
+        model.load_state_dict(state, assign=True)
+    assert {p.format for p in model.parameters()} == {saved}

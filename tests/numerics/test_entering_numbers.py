@@ -187,3 +187,83 @@ def test_integers_that_are_written_to_are_those_of_a_conversion(format, write, d
             write(target, x)
             assert torch.equal(target, x.to(dtype))
             assert dtype != torch.int64 or target.tolist() == WHOLE
+
+
+BEYOND = 2**53 + 1
+HOLDING = [mcf.fp64x2, mcf.fp64x3, mcf.fp32x3]
+ENTRIES = {
+    "==": lambda x, n, f: (x == n).to(torch.int64) * n,
+    "!=": lambda x, n, f: (x != n).to(torch.int64) + n,
+    "<=": lambda x, n, f: (x <= n).to(torch.int64) * n,
+    "x - n": lambda x, n, f: x - n + x,
+    "n - x": lambda x, n, f: (n - x) + x,
+    "zeros + n": lambda x, n, f: torch.zeros_like(x) + n,
+    "ones * n": lambda x, n, f: torch.ones_like(x) * n,
+    "n * ones": lambda x, n, f: n * torch.ones_like(x),
+    "n / 1": lambda x, n, f: n / torch.ones_like(x),
+    "alpha": lambda x, n, f: torch.add(torch.zeros_like(x), torch.ones_like(x), alpha=n),
+    "alpha in place": lambda x, n, f: torch.zeros_like(x).add_(torch.ones_like(x), alpha=n),
+    "value": lambda x, n, f: torch.addcmul(
+        torch.zeros_like(x), torch.ones_like(x), torch.ones_like(x), value=n
+    ),
+    "+=": lambda x, n, f: torch.zeros_like(x).__iadd__(n),
+    "full": lambda x, n, f: torch.full((1,), n, dtype=f),
+    "full by name": lambda x, n, f: torch.full((1,), fill_value=n, dtype=f),
+    "full_like": lambda x, n, f: torch.full_like(x, n),
+    "full_like with a format": lambda x, n, f: torch.full_like(torch.ones(1), n, dtype=f),
+    "new_full": lambda x, n, f: x.new_full((1,), n),
+    "scalar_tensor": lambda x, n, f: torch.scalar_tensor(n, dtype=f).view(1),
+    "fill_": lambda x, n, f: torch.zeros_like(x).fill_(n),
+    "x[0] = n": lambda x, n, f: _set(torch.zeros_like(x), 0, n),
+    "x[mask] = n": lambda x, n, f: _set(torch.zeros_like(x), torch.tensor([True]), n),
+    "x[:] = n": lambda x, n, f: _set(torch.zeros_like(x), slice(None), n),
+    "tensor": lambda x, n, f: torch.tensor([n], dtype=f),
+    "tensor beside a float": lambda x, n, f: torch.tensor([n, 0.5], dtype=f)[:1],
+    "as_tensor": lambda x, n, f: torch.as_tensor([n], dtype=f),
+    "new_tensor": lambda x, n, f: x.new_tensor([n]),
+    "where": lambda x, n, f: torch.where(x > 0, n, x),
+    "masked_fill": lambda x, n, f: torch.zeros_like(x).masked_fill(x > 0, n),
+    "clamp": lambda x, n, f: torch.zeros_like(x).clamp(min=n),
+    "maximum": lambda x, n, f: torch.zeros_like(x).clamp_min(n),
+    "index_fill": lambda x, n, f: x.index_fill(0, torch.tensor([0]), n),
+    "_foreach_add": lambda x, n, f: torch._foreach_add([torch.zeros_like(x)], n)[0],
+    "_foreach_mul": lambda x, n, f: torch._foreach_mul([torch.ones_like(x)], [n])[0],
+    "fma": lambda x, n, f: mcf.functional.fma(torch.ones_like(x), n, torch.zeros_like(x)),
+    "lerp": lambda x, n, f: torch.lerp(torch.zeros_like(x), torch.ones_like(x), n),
+    "pow": lambda x, n, f: torch.full((1,), n, dtype=f) ** 1,
+    "remainder": lambda x, n, f: (x + 1) % n + (x - 1),
+    "floor_divide": lambda x, n, f: (x // n) * x,
+    "heaviside": lambda x, n, f: torch.heaviside(torch.zeros_like(x), x),
+    "dist": lambda x, n, f: torch.zeros_like(x).sub(n).abs(),
+    "pad": lambda x, n, f: torch.nn.functional.pad(x, (0, 1), value=n)[1:],
+}  # fmt: skip
+
+
+def _set(x, index, n):
+    x[index] = n
+    return x
+
+
+@pytest.mark.parametrize("number", [BEYOND, -BEYOND, 2**62 + 2**9 - 1, 2**53 - 1, 3])
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("format", HOLDING, ids=str)
+@pytest.mark.with_float64("terms of float64")
+def test_ints_of_any_length_enter_whole(format, entry, number):
+    if number < 0 and entry in ("clamp", "maximum", "where", "masked_fill", "remainder"):
+        return
+    x = mcf.exact.from_exact([number], format)
+    found = ENTRIES[entry](x, number, format)
+    if found.dtype == torch.int64:
+        assert found.item() == number
+    else:
+        assert mcf.exact.to_fraction(found) == [number]
+
+
+@pytest.mark.parametrize("number", [2**100 + 1, -(2**90) - 1])
+def test_ints_beyond_int64(number):
+    for format in (mcf.fp64x2, mcf.fp64x3):
+        for x in (torch.tensor([number], dtype=format), torch.tensor([number, 0], dtype=format)[:1]):
+            assert mcf.exact.to_fraction(x) == [number]
+    x = torch.zeros(2, dtype=mcf.fp64x2)
+    x[1] = number
+    assert mcf.exact.to_fraction(x) == [0, number]

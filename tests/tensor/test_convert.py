@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from support.helpers import assert_same_terms, exact, sample, small_model
+from support.helpers import assert_same_bits, assert_same_terms, exact, sample, small_model
 
 
 class Tied(nn.Module):
@@ -376,3 +376,54 @@ def test_what_is_an_expansion_stays_one(format):
     assert not model[0].weight.requires_grad
     mcf.as_expansion(model, overrides={"0.bias": None})
     assert model[0].bias.format.name == format
+
+
+def shared(kind):
+    """Two layers and a buffer, of which some share a part of their memory."""
+    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    whole = torch.rand(8, 4)
+    if kind == "transposed":
+        model["b"].weight = nn.Parameter(model["a"].weight.t())
+    elif kind == "slices":
+        model["a"].weight, model["b"].weight = nn.Parameter(whole), nn.Parameter(whole[2:6])
+    elif kind == "buffer":
+        model["a"].register_buffer("first", model["a"].weight.data[:1])
+    elif kind == "frozen":
+        model["b"].weight = nn.Parameter(model["a"].weight.t(), requires_grad=False)
+    elif kind == "halves":
+        model["a"].weight, model["b"].weight = map(nn.Parameter, whole.split(4))
+    elif kind == "columns":
+        model["a"].weight, model["b"].weight = map(nn.Parameter, whole.split(2, 1))
+    elif kind == "whole":
+        model["b"].weight = nn.Parameter(model["a"].weight.data)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["transposed", "slices", "buffer", "frozen"])
+def test_memory_shared_in_part_is_refused_by_name(kind):
+    model = shared(kind)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"a\.\w+ of shape .*share a part of their memory.*overrides"):
+        mcf.as_expansion(model)
+    assert_same_bits(model.state_dict(), before)
+    assert not any(isinstance(x, mcf.MCFTensor) for x in model.parameters())
+    mcf.as_expansion(model, overrides={"*": None})
+
+
+@pytest.mark.parametrize("kind", ["halves", "columns", "whole"])
+def test_parts_beside_each_other_and_whole_ties_are_none(kind):
+    model = mcf.as_expansion(shared(kind))
+    assert all(isinstance(x, mcf.MCFTensor) for x in model.parameters())
+    if kind == "whole":
+        with torch.no_grad():
+            model["a"].weight.fill_(2.0)
+        assert (mcf.as_plain(model["b"].weight.detach()) == 2).all()
+
+
+@pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16i16], ids=str)
+def test_ties_by_memory_of_expansions(format):
+    model = mcf.as_expansion(shared("none"), format)
+    model["b"].weight = nn.Parameter(model["a"].weight.detach().t())
+    for convert in (lambda: mcf.as_expansion(model, mcf.fp32x2), lambda: mcf.as_plain(model)):
+        with pytest.raises(ValueError, match=r"a\.weight of shape .*share a part"):
+            convert()

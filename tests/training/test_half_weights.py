@@ -96,3 +96,75 @@ def test_the_weight_that_trains_is_the_weight_that_serves(format, mode):
         losses.append(loss.item())
         assert {(type(p.grad), p.grad.dtype) for p in model.parameters()} == {KIND}
     assert losses[-1] < losses[0] / 4
+
+
+def small_gradients(weights, scale=1e-5, steps=1, optimizer=None):
+    for _ in range(steps):
+        for p in weights:
+            p.grad = torch.full(p.shape, scale, dtype=p.grad_dtype or p.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mode", [None, "full", "plus", "compact", "exact"])
+@pytest.mark.parametrize("format", [mcf.fp16i16, mcf.fp16i8], ids=str)
+def test_states_of_a_float32_run(format, mode):
+    """Second moments of 3e-11 are far below the range of float16, and stay."""
+    plain = nn.Linear(40, 40, bias=False)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)
+    small_gradients([plain.weight], steps=50, optimizer=optimizer)
+    model = mcf.as_expansion(copy.deepcopy(plain), format)
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    if mode is not None:
+        mcf.collage(ours, mode)
+    ours.load_state_dict(optimizer.state_dict())
+    loaded = ours.state[model.weight]["exp_avg_sq"]
+    right = optimizer.state[plain.weight]["exp_avg_sq"]
+    assert (mcf.as_plain(loaded, torch.float32) / right - 1).abs().max() < 0.07
+    before = mcf.as_plain(model.weight.detach(), torch.float64)
+    small_gradients([model.weight], scale=1e-5, optimizer=ours)
+    moved = (mcf.as_plain(model.weight.detach(), torch.float64) - before).abs()
+    assert 0.9e-3 < moved.max() < 1.1e-3
+
+
+@pytest.mark.parametrize("mode", [None, "full", "compact"])
+@pytest.mark.parametrize("format", [mcf.fp16i16, mcf.fp16i8], ids=str)
+def test_a_run_resumed_by_distributed_checkpoints(format, mode):
+    """`get_state_dict` and `set_state_dict`, into an optimizer that has states and a fresh one."""
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    def made():
+        model = mcf.as_expansion(nn.Linear(40, 40), format)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return model, optimizer if mode is None else mcf.collage(optimizer, mode)
+
+    model, optimizer = made()
+    small_gradients([*model.parameters()], steps=3, optimizer=optimizer)
+    saved = copy.deepcopy(dcp.get_state_dict(model, optimizer))
+    for has_states in (False, True):
+        other, resumed = made()
+        if has_states:
+            small_gradients([*other.parameters()], optimizer=resumed)
+        dcp.set_state_dict(
+            other, resumed, model_state_dict=saved[0], optim_state_dict=copy.deepcopy(saved[1])
+        )
+        assert_same_bits(other.state_dict(), saved[0])
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert_same_bits(dict(resumed.state[q]), dict(optimizer.state[p]))
+
+
+def test_second_moments_that_two_float16_terms_do_not_hold():
+    p = nn.Parameter(mcf.as_expansion(torch.ones(64), mcf.fp16x2))
+    optimizer = torch.optim.AdamW([p], lr=1e-3)
+    match = (
+        r"AdamW: second moments in fp16x2 are zero where gradients are not, .*exp_avg_sq of 0\.0\. "
+        r"Keep them in .*'compact'.* or weights in mcf\.fp16i16"
+    )
+    with pytest.warns(mcf.errors.ZeroMomentWarning, match=match) as caught:
+        small_gradients([p], steps=3, optimizer=optimizer)
+    assert len(caught) == 1
+    large = nn.Parameter(mcf.as_expansion(torch.ones(64), mcf.fp16x2))
+    small_gradients([large], scale=1.0, optimizer=torch.optim.AdamW([large], lr=1e-3))
+    compact = nn.Parameter(mcf.as_expansion(torch.ones(8, 64), mcf.fp16x2))
+    optimizer = mcf.collage(torch.optim.AdamW([compact], lr=1e-3, weight_decay=0), "compact")
+    small_gradients([compact], optimizer=optimizer)
+    assert 0.9e-3 < (mcf.as_plain(compact.detach(), torch.float64) - 1).abs().max() < 1.1e-3

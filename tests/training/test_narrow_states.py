@@ -102,3 +102,43 @@ def test_a_learning_rate_of_16_bits(dtype):
     before = rate.clone()
     scheduler.step()
     assert torch.equal(optimizer.param_groups[0]["lr"], before)
+
+
+class InTheDtypeOfTheGradient(torch.optim.Optimizer):
+    """A sign optimizer: one average, or a copy of the gradient, in the gradient's dtype."""
+
+    def __init__(self, parameters, keeps):
+        super().__init__(parameters, {"lr": 0.1, "keeps": keeps})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if group["keeps"] == "gradient":
+                    state["previous"] = p.grad.clone()
+                else:
+                    average = state.setdefault(
+                        group["keeps"], torch.zeros(p.shape, dtype=torch.bfloat16)
+                    )
+                    average.lerp_(p.grad.to(average.dtype), 0.1)
+                p.add_(p.grad.sign(), alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("keeps", ["exp_avg", "trust", "gradient"])
+def test_any_plain_average_is_told(keeps):
+    optimizer = InTheDtypeOfTheGradient(model().parameters(), keeps)
+    if keeps == "gradient":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            steps(optimizer)
+        return
+    match = rf"keeps states in 16 bits .*: {keeps} \(bfloat16\).*in the dtype of a gradient"
+    with pytest.warns(mcf.errors.NarrowStateWarning, match=match) as caught:
+        steps(optimizer)
+    assert len(caught) == 1
+    mcf.collage(optimizer, "plus")
+    assert {getattr(s[keeps], "format", None) for s in optimizer.state.values()} == {mcf.bf16x3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(optimizer)
