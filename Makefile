@@ -11,10 +11,10 @@ SEED ?= $(shell date +%s)
 CACHE := $(if $(word 2,$(HOME)),/var/tmp,$(HOME)/.cache)
 VENV ?= $(if $(word 2,$(CURDIR)),$(CACHE)/mcftensor-venv-$(firstword $(shell pwd | cksum)),.venv)
 BIN := $(VENV)/bin
-# Of a model this small one thread takes 1.1 times as long as two. Beside other work two take four
-# times as long: they spin while they wait for each other.
-THREADS ?= 1
-PATIENT := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS)
+# Two threads that sleep while they wait for each other: if they spin, as by default, a training
+# beside other work takes twice as long as in one thread.
+THREADS ?= 2
+PATIENT := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS) OMP_WAIT_POLICY=PASSIVE
 # Workers share the cores, so each computes in one thread. Python keeps its bytecode: each of the many
 # programs that tests start would compile the package anew.
 WORKING = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS) \
