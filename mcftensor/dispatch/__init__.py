@@ -28,16 +28,14 @@ from mcftensor.dispatch.dtype_in_step import narrowly
 from mcftensor.dispatch.foreach import foreach
 from mcftensor.dispatch.inplace_and_out import (
     by_functional_form,
-    computes_in_place,
+    computes_into,
     evaluate_into,
     onto_plain,
 )
-from mcftensor.dispatch.operands import with_long_ints
 from mcftensor.dispatch.registry import IN_STEP, SHORTCUTS, TABLE, Handler, handler_of
 from mcftensor.dispatch.torch_functions import WHOLE, evaluate_whole
 from mcftensor.dispatch.write_results import functional
 from mcftensor.formats import Format
-from mcftensor.kernels.without_float64 import is_long
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.step_context import current_step
 from mcftensor.tensor.step_tensors import PendingTensor
@@ -104,24 +102,19 @@ def torch_dispatch(
     """Carry out one of PyTorch's operators on arguments with an expansion among them."""
     if PendingTensor in types:
         return NotImplemented
-    are_long = False
     for x in args if not kwargs else (*args, *kwargs.values()):
         if isinstance(x, list):
             x = next((y for y in x if isinstance(y, MCFTensor) and y._has_rules), None)
         if isinstance(x, MCFTensor) and x._has_rules:
             rules: Any = x._format.rules
             return rules.carry_out(func, args, kwargs or {})
-        are_long = are_long or (type(x) is int and is_long(x))
-    if are_long:
-        kwargs = kwargs or {}
-        args, kwargs = with_long_ints(args), dict(zip(kwargs, with_long_ints([*kwargs.values()])))
     return _handler(func)(func, *args, **(kwargs or {}))
 
 
 @functools.lru_cache(maxsize=4096)
 def _handler(func: Any) -> Handler:
     handler = _own_handler(func)
-    return onto_plain(handler) if computes_in_place(func) else handler
+    return onto_plain(handler) if computes_into(func) else handler
 
 
 def _own_handler(func: Any) -> Handler:

@@ -11,7 +11,6 @@ from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.evaluate import Lists, evaluate_rows, evaluate_rows_into
 from mcftensor.dispatch.in_float64 import WIDE
-from mcftensor.dispatch.inplace_and_out import as_values, takes_all_terms
 from mcftensor.dispatch.operands import (
     are_lifted,
     common_role,
@@ -24,7 +23,7 @@ from mcftensor.dispatch.operands import (
 )
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Shortcut, implements, register_forms
 from mcftensor.formats import named
-from mcftensor.kernels.without_float64 import PAIR, has_float64, is_long, widest
+from mcftensor.kernels.without_float64 import PAIR, has_float64, widest
 from mcftensor.passes.operators import OPERATORS
 from mcftensor.tensor.implicit_rounding import rounding
 from mcftensor.tensor.step_context import current_step, is_unwatched
@@ -67,9 +66,6 @@ def _evaluate_to(
     if storage_formats.are_numbers((*operands, target)):
         return storage_formats.on_numbers(func, args, kwargs)
     if not isinstance(target, MCFTensor):
-        if takes_all_terms(target, operands):
-            operands = as_values(operands)
-            columns = [[x] for x in operands]
         if are_lifted(operands) or common_role(operands) == "parameter":
             func(*leading(args), **leading(kwargs))
             return target
@@ -114,10 +110,9 @@ def _at_once(name: str, *, in_place: bool) -> Shortcut:
             kind = type(x)
             if kind is MCFTensor:
                 is_of_terms = is_of_terms and x._format.arithmetic == "terms"
-            elif kind in _NUMBERS:
-                if kind is int and is_long(x):
-                    return NotImplemented
-            elif not (kind in _PLAIN and x.layout is torch.strided and not x.is_neg()):
+            elif kind not in _NUMBERS and not (
+                kind in _PLAIN and x.layout is torch.strided and not x.is_neg()
+            ):
                 return NotImplemented
         columns = [[x] for x in operands]
         with torch._C.DisableTorchFunctionSubclass():

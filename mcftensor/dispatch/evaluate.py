@@ -21,6 +21,7 @@ from mcftensor.dispatch.operands import (
     plain,
     require_numbers,
     rounding_key,
+    with_long_ints,
 )
 from mcftensor.dispatch.resolve import Kind, Plan, kind_of, kinds_of, plan
 from mcftensor.dispatch.storage_formats import are_apart
@@ -58,6 +59,7 @@ def evaluate_rows(
         The results, in the format of a target, if given; None for each row that PyTorch's
         own operation carries out (see `resolve.plan`).
     """
+    columns = with_long_ints(columns)
     plans = _plans(name, columns, keywords, count, target)
     if not is_eager and count == 1 and target is None and plans and current_step() is not None:
         found = recorded(name, columns, keywords, in_place=False)
@@ -100,6 +102,7 @@ def evaluate_rows_into(
     Raises:
         RuntimeError: as `require_writable`.
     """
+    columns = with_long_ints(columns)
     plans = _plans(name, columns, keywords, count, None, in_place=True)
     if sum([len(rows) for _, rows in plans]) < count:
         return None

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mcftensor.arithmetic.integer_parts import decimals_of, modulo, whole
 from mcftensor.dispatch.default_handler import compute
-from mcftensor.dispatch.operands import common_format, entered, expansions, selected
+from mcftensor.dispatch.operands import common_format, entered, expansions, selected, stored_in
 from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.storage_formats import of_terms
+from mcftensor.formats import named
+from mcftensor.kernels.without_float64 import PARTS, PIECES, has_float64
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -37,6 +40,16 @@ def to_whole(func: Any, x: MCFTensor, *, decimals: int = 0) -> Any:
     return selected(found, format, "value", [x])
 
 
+def _terms(x: Any, device: torch.device) -> list[Tensor]:
+    """Return an operand as floats whose sum it is."""
+    if isinstance(x, MCFTensor):
+        return list(x._read())
+    if isinstance(x, Tensor) and not x.is_floating_point():
+        whole = named(PARTS if has_float64(device) else PIECES)
+        return stored_in(x, whole, device)
+    return entered(x, device)[1]
+
+
 @implements(
     aten.fmod.Scalar,  # x.fmod(3)
     aten.fmod.Tensor,  # x.fmod(y)
@@ -52,6 +65,6 @@ def to_remainder(func: Any, x: Any, y: Any) -> Any:
     name = func.overloadpacket.__name__
     format = common_format(name, (x, y))
     device = expansions((x, y))[0].device
-    a, b = (list(z._read()) if isinstance(z, MCFTensor) else entered(z, device)[1] for z in (x, y))
+    a, b = (_terms(z, device) for z in (x, y))
     found = modulo(a, b, name, format.dtype, len(format.components))
     return selected(found, format, "value", (x, y))

@@ -23,6 +23,7 @@ from mcftensor.dispatch.write_results import (
     written_to,
 )
 from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.passes.operators import OPERATORS
 from mcftensor.tensor import GradientTensor, MCFTensor
 from mcftensor.tensor.implicit_rounding import rounding
 
@@ -90,12 +91,14 @@ def takes_all_terms(target: Tensor, operands: Any) -> bool:
 _ALONE = ("copy_", "_foreach_copy_", "fill_", "set_")
 
 
-def computes_in_place(func: Any) -> bool:
-    """Return whether an operator computes the value that it writes to its first argument."""
+def computes_into(func: Any) -> bool:
+    """Return whether an operator computes the value that it writes to its first argument, or to
+    `out`.
+    """
     name = func.overloadpacket.__name__
     return (
         func.namespace == "aten"
-        and name.endswith("_")
+        and (name.endswith("_") or (name in OPERATORS and func._overloadname.endswith("out")))
         and name not in _ALONE
         and not name.startswith("_fused_")
         and torch.Tag.nondeterministic_seeded not in func.tags
@@ -103,13 +106,14 @@ def computes_in_place(func: Any) -> bool:
 
 
 def onto_plain(handler: Handler) -> Handler:
-    """Return a handler of an in-place operator that rounds plain targets only once.
+    """Return a handler of an operator that writes, and rounds plain targets only once.
 
     It runs PyTorch's own operation in a dtype that represents all operands.
     """
 
     def onto(func: Any, *args: Any, **kwargs: Any) -> Any:
-        targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+        written = kwargs.get("out", args[0])
+        targets = written if isinstance(written, (list, tuple)) else (written,)
         if any(isinstance(x, MCFTensor) for x in targets):
             return handler(func, *args, **kwargs)
         if targets and all(takes_all_terms(x, (args, kwargs)) for x in targets):
@@ -176,7 +180,7 @@ def _in_dtype(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict
     for x in written_to(func, args, kwargs):
         if copies[id(x)] is not x:
             x.copy_(plainly(copies[id(x)], x.dtype))
-    return args[0] if func._schema.returns else None
+    return kwargs.get("out", args[0]) if func._schema.returns else None
 
 
 def _widened(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -180,9 +180,11 @@ def plain(operand: Any) -> Tensor:
     return torch.scalar_tensor(operand, dtype=dtype, device="cpu")
 
 
-def with_long_ints(args: Sequence[Any]) -> Sequence[Any]:
-    """Return arguments with ints that float64 does not hold as tensors, which keep all bits."""
-    return [torch.tensor(x, device="cpu") if is_long(x) else x for x in args]
+def with_long_ints(columns: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+    """Return columns with ints that float64 does not hold as tensors, which keep all their bits."""
+    if not any(type(x) is int and is_long(x) for column in columns for x in column):
+        return columns
+    return [[torch.tensor(x, device="cpu") if is_long(x) else x for x in y] for y in columns]
 
 
 _layout = attrgetter("layout")
@@ -386,4 +388,5 @@ def uninterrupted(calls: Sequence[partial[Any]]) -> list[Any]:
 
     Python handles signals between bytecodes, and so never between these calls.
     """
-    return list(map(partial.__call__, calls))
+    with LOCK:
+        return list(map(partial.__call__, calls))

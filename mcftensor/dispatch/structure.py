@@ -533,7 +533,7 @@ def _elements(source: Any, format: Format, device: torch.device) -> Sequence[Any
     if isinstance(source, torch.Tensor):
         return list(map(movable, stored_in(source, format, device)))
     with no_dispatch():
-        stored = stored_in(float(source), format, torch.device("cpu"))
+        stored = stored_in(source, format, torch.device("cpu"))
         return [movable(term).item() for term in stored]
 
 

@@ -13,7 +13,7 @@ from mcftensor.arithmetic.noise import draw_key, noise_of
 from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.formats import Format, named
-from mcftensor.kernels import Body, Column, Columns, Signature, run, run_alike
+from mcftensor.kernels import LOCK, Body, Column, Columns, Signature, run, run_alike
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Flat
 from mcftensor.kernels.custom_ops import opaque
@@ -45,8 +45,9 @@ def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | Non
         run(_recoding(s, f), columns)
         return made
     noise = None if key is None else noise_of(f.rounding, key, indices(stored[0]))
-    found = f.encode(Sum(s.decode(stored)), noise)
-    return [x.clone() if any(x is y for y in stored) else x for x in found]
+    with LOCK:
+        found = f.encode(Sum(s.decode(stored)), noise)
+        return [x.clone() if any(x is y for y in stored) else x for x in found]
 
 
 def of_number(x: float, format: Format, device: torch.device | None) -> list[Tensor]:
@@ -202,7 +203,8 @@ def collapse(stored: Sequence[Tensor], source: str, dtype: torch.dtype) -> Tenso
         made = torch.empty_like(stored[0], dtype=dtype)
         decode_columns(named(source), _columns(stored), [made])
         return made
-    return collapse_terms(named(source).decode(stored), dtype)
+    with LOCK:
+        return collapse_terms(named(source).decode(stored), dtype)
 
 
 def collapse_with_rest(stored: Sequence[Tensor], source: str) -> tuple[Tensor, Tensor]:

@@ -60,6 +60,21 @@ def have_states_made_by_plan(cls: type[Optimizer]) -> None:
         _MAKES_STATES.install(owner)
 
 
+@patch(
+    "torch.optim.swa_utils.AveragedModel.update_parameters",
+    why="On a CPU the default average is computed from `average - weight`, which outside of a step "
+    "has only the leading term of a weight.",
+    loss="averages in float32 of models that are expansions see only the leading terms, unless "
+    "they are made with a multi_avg_fn.",
+)
+def _of_all_terms(update: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(update)
+    def update_parameters(*args: Any, **kwargs: Any) -> None:
+        in_step(lambda step: update(*args, **kwargs))
+
+    return update_parameters
+
+
 # --------------------------------------------------------------------------------------- steps
 #
 # The kernels of a step are opaque to the compiler, so that it has nothing to make faster, and a

@@ -339,6 +339,8 @@ class ComponentTensor(torch.Tensor):
             if plain is not value:
                 step.gradients[id(self)] = plain, value
                 value = plain
+        elif step is None and type(self) is type(value) and value._format.dtype != self.grad_dtype:
+            value = value._collapsed(self.grad_dtype or self._format.dtype)  # as zeros_like(p) is
         with torch._C.DisableTorchFunctionSubclass():
             if _SETS_UNTRACED and is_compiling():
                 _set_grad(self, value)

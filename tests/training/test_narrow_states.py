@@ -73,7 +73,8 @@ def test_second_moments_of_a_plain_run():
     optimizer = torch.optim.AdamW(plain.parameters(), foreach=False)
     steps(optimizer, 1)
     mcf.as_expansion(plain)
-    match = r"AdamW keeps .*: exp_avg_sq \(bfloat16\)\. .*mcf\.collage\(optimizer, 'plus'\)"
+    states = r"exp_avg \(bfloat16\), exp_avg_sq \(bfloat16\)\. "
+    match = rf"AdamW keeps .*: {states}.*mcf\.collage\(optimizer, 'full'\)"
     with pytest.warns(mcf.errors.NarrowStateWarning, match=match):
         steps(optimizer, 1)
     with warnings.catch_warnings():
@@ -137,7 +138,7 @@ def test_any_plain_average_is_told(keeps):
     with pytest.warns(mcf.errors.NarrowStateWarning, match=match) as caught:
         steps(optimizer)
     assert len(caught) == 1
-    mcf.collage(optimizer, "plus")
+    mcf.collage(optimizer, "full")
     assert {getattr(s[keeps], "format", None) for s in optimizer.state.values()} == {mcf.bf16x3}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
