@@ -31,11 +31,12 @@ from mcftensor.dispatch.registry import implements, register_forms
 from mcftensor.dispatch.rounded_arguments import has_rests
 from mcftensor.dispatch.storage_formats import of_terms
 from mcftensor.formats import Format
+from mcftensor.kernels.columns import is_bare
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.without_float64 import has_float64, without
 from mcftensor.passes import expansion
 from mcftensor.tensor import GradientTensor, MCFTensor
-from mcftensor.tensor.implicit_rounding import rounding
+from mcftensor.tensor.implicit_rounding import note_moved, rounding
 
 aten = torch.ops.aten
 Terms = Sequence[Tensor]
@@ -149,7 +150,10 @@ def where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
     if isinstance(condition, MCFTensor):
         return compute(func, condition, x, y)
     if computes_plainly((x, y)):
-        return on_leading(func, (condition, x, y), {})
+        chosen = on_leading(func, (condition, x, y), {})
+        if is_bare([chosen]):
+            note_moved(chosen, expansions((x, y))[0])
+        return chosen
     return _chosen("where", (x, y), lambda x, y: choose(condition, x, y))
 
 

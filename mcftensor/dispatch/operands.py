@@ -87,10 +87,11 @@ def on_leading(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def check_update(func: Any, target: Any, source: Any) -> None:
-    """Warn or raise before a plain tensor is written over a parameter as its update."""
+    """Warn or raise before a plain tensor is written over an expansion as its update."""
     if (
         isinstance(target, MCFTensor)
-        and target._role == "parameter"
+        and (target._role == "parameter" or target._format.computes_as is None)
+        and not isinstance(source, MCFTensor)
         and isinstance(source, Tensor)
         and is_bare([source, target._component0])
     ):

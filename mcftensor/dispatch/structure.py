@@ -53,7 +53,7 @@ from mcftensor.kernels.columns import is_bare
 from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.passes.format_conversion import compute_tensor as compute_tensor_of
 from mcftensor.tensor import GradientTensor, MCFTensor, Role
-from mcftensor.tensor.implicit_rounding import note_of_leading, rounding
+from mcftensor.tensor.implicit_rounding import note_moved, note_of_leading, rounding
 from mcftensor.tensor.leading_view import ComputeView, compute_views, holding
 
 aten = torch.ops.aten
@@ -235,6 +235,7 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
         joined = func(leading(tensors), *args)
         if is_bare([joined]):
             note_of_leading(joined, expansions(tensors)[0])
+            note_moved(joined, expansions(tensors)[0])
         return joined
     if share_scales(tensors):
         return join_blocks(func, tensors, *args)
@@ -576,7 +577,10 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     source = named.pop(name, 0)
     in_place = func._schema.name.endswith("_")
     if not in_place and computes_plainly((x, source)):
-        return func(*leading(args), **leading(kwargs))
+        moved = func(*leading(args), **leading(kwargs))
+        if is_bare([moved]):
+            note_moved(moved, expansions((x, source))[0])
+        return moved
     if expansions(named) or named.get("accumulate") or (in_place and not isinstance(x, MCFTensor)):
         return compute(func, *args, **kwargs)
     if in_place:

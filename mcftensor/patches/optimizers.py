@@ -75,6 +75,29 @@ def _of_all_terms(update: Callable[..., None]) -> Callable[..., None]:
     return update_parameters
 
 
+@patch(
+    "torch.amp.grad_scaler.GradScaler._unscale_grads_",
+    why="`GradScaler` refuses gradients in float16 without a word of what helps.",
+    loss="the error for float16 gradients does not name the repair: fused=True, or gradients in "
+    "bfloat16.",
+    takes=("optimizer",),
+)
+@by_name
+def _naming_what_helps(unscale: Callable[[], Any], given: dict[str, Any]) -> Any:
+    try:
+        return unscale()
+    except ValueError as error:
+        optimizer = given["optimizer"]
+        if "FP16" not in str(error) or not has_expansions(optimizer):
+            raise
+        raise ValueError(
+            f"{error} Parameters in float16 formats have float16 gradients. Give "
+            f"{type(optimizer).__name__} fused=True, whose step unscales them; or, to call "
+            "scaler.unscale_(optimizer), have the gradients in bfloat16: p.grad_dtype = "
+            "torch.bfloat16 for each parameter"
+        ) from error
+
+
 # --------------------------------------------------------------------------------------- steps
 #
 # The kernels of a step are opaque to the compiler, so that it has nothing to make faster, and a
@@ -131,6 +154,9 @@ def has_expansions(optimizer: Optimizer) -> bool:
     """Whether parameters of it are expansions, also sharded ones."""
     return any(format_of(p) is not None for p in parameters_of(optimizer))
 
+
+_OFTEN = 16
+"""Steps from one look at the scales of states to the next."""
 
 _WINDOW = 8
 """Parameters of each group that a step looks at, in turn; the first step looks at all."""
@@ -273,6 +299,8 @@ def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
         result = hooked(self, *args, **kwargs)
         if self in STEPS:
             STEPS[self] += 1
+            if STEPS[self] % _OFTEN == 0:
+                calls.now_and_then(self)
         else:
             calls.after_step(self)
         return result

@@ -163,6 +163,8 @@ class _Calls:
     arguments of the step."""
     after_step: Callable[[Any], None]
     """Looks at the states of an optimizer after its first step."""
+    now_and_then: Callable[[Any], None]
+    """Looks at the states of an optimizer every few steps."""
     when_saved: Callable[[Any], None]
     """Looks at an optimizer over expansions when it gives its state dict."""
     before_clipping: Callable[[list[Any]], None]

@@ -242,12 +242,13 @@ def _outside() -> FrameType | None:
 # `p.copy_(p - lr * g)` outside of a step computes with the leading term of p, and the copy erases
 # the other terms. A result in a wider dtype, as with a float32 g, is noted when it is computed.
 # Other results are recognized by what they do: unlike loading or initialization, the same line
-# copies over the same memory again and again, and the parameter hardly changes. Only the first few
-# copies of a line are examined.
+# copies over the same memory again and again, and the parameter hardly changes. A line that does
+# something else is examined ever less often.
 
 _NOTED = 4096  # results of leading terms that are remembered
 _of_leading: dict[int, StorageWeakRef] = {}
 """The memory of these results. A weak reference keeps the address from being given anew."""
+_moved: dict[int, StorageWeakRef] = {}
 
 
 def note_of_leading(result: Tensor, x: Any) -> None:
@@ -255,20 +256,42 @@ def note_of_leading(result: Tensor, x: Any) -> None:
     is_wider = result.dtype != x.dtype and result.is_floating_point()
     if not is_wider or result.layout is not torch.strided:
         return
-    memory = StorageWeakRef(result.untyped_storage())
-    _of_leading[memory.cdata] = memory
-    if len(_of_leading) > _NOTED:
-        _of_leading.pop(next(iter(_of_leading)), None)
+    _note(_of_leading, result)
+
+
+def note_moved(result: Tensor, x: Any) -> None:
+    """Note a plain result of moving elements of a parameter beside plain ones, as `torch.cat` does.
+
+    It may become a parameter in place of the one that it is made of.
+    """
+    if type(result) is Tensor and result.dtype == x.dtype and not result.requires_grad:
+        _note(_moved, result)
+
+
+def is_moved(x: Tensor) -> bool:
+    """Return whether a plain tensor was made by moving elements of expansions."""
+    return _is_noted(_moved, x)
 
 
 def _is_of_leading(x: Tensor) -> bool:
-    if not _of_leading or x.layout is not torch.strided:
+    return _is_noted(_of_leading, x)
+
+
+def _note(noted: dict[int, StorageWeakRef], x: Tensor) -> None:
+    memory = StorageWeakRef(x.untyped_storage())
+    noted[memory.cdata] = memory
+    if len(noted) > _NOTED:
+        noted.pop(next(iter(noted)), None)
+
+
+def _is_noted(noted: dict[int, StorageWeakRef], x: Tensor) -> bool:
+    if not noted or x.layout is not torch.strided:
         return False
-    return StorageWeakRef(x.untyped_storage()).cdata in _of_leading
+    return StorageWeakRef(x.untyped_storage()).cdata in noted
 
 
 _COPIES = 4  # small changes of the same memory that make a line an update
-_OTHERS = 8  # copies that are no small changes, after which a line is examined no more
+_OTHERS = 8  # copies that are no small changes, after which a line is examined less often
 _SMALL = 2.0**-5  # a small change, relative to the element
 _PLUMBING = (
     *(f"{_FOLDERS[1]}{folder}{os.sep}" for folder in ("tensor", "dispatch", "kernels")),
@@ -284,10 +307,14 @@ class _Line:
         self.memory: tuple[StorageWeakRef, int] | None = None
         self.copies = 0
         self.others = 0
+        self.unexamined = 0  # so many copies from now on
 
     def updates(self, target: Any, source: Tensor) -> bool:
         """Return whether this copy, together with earlier ones, shows the line to be an update."""
-        if self.copies == _COPIES or self.others > _OTHERS:
+        if self.copies == _COPIES:
+            return False
+        if self.unexamined:
+            self.unexamined -= 1
             return False
         leading = target._component0
         memory = StorageWeakRef(leading.untyped_storage()), leading.data_ptr()
@@ -299,6 +326,8 @@ class _Line:
             self.memory, self.copies = memory, self.copies + 1
         else:
             self.memory, self.copies, self.others = None, 0, self.others + 1
+            if self.others % _OTHERS == 0:
+                self.unexamined = 64 * self.others
         return self.copies == _COPIES
 
     def erases(self, target: Any) -> bool:
@@ -336,18 +365,27 @@ def updating(operation: Any, target: Any, source: Tensor) -> None:
     line = _lines.setdefault((frame.f_code.co_filename, frame.f_lineno), _Line())
     if not (line.erases(target) if is_of_leading else line.updates(target, source)):
         return
+    what = f"a {target._role} in {target.format.name} of shape {tuple(target.shape)}"
     about = (
-        "that was computed from leading terms is copied over a parameter in "
-        f"{target.format.name} of shape {tuple(target.shape)}. Outside"
+        "that was computed from leading terms is copied over "
+        f"{what}. Outside of a step p - update uses only the leading term of p. "
         if is_of_leading
-        else f"is copied over a parameter in {target.format.name} of shape {tuple(target.shape)} "
-        f"from which it hardly differs, for the {_COPIES}th time. If it is an update: outside"
+        else f"is copied over {what} from which it hardly differs, for the {_COPIES}th time. If it "
+        "is an update: outside of a step p - update uses only the leading term of p. "
     )
+    repair = (
+        "Small updates are rounded away, and the copy erases the other terms of p. Update in "
+        "place, p.sub_(update) or p.add_(g, alpha=-lr), or in the step of a torch.optim.Optimizer"
+    )
+    if target._role == "value":
+        about = f"is copied over {what} from which it hardly differs, for the {_COPIES}th time. "
+        repair = (
+            "If it is an update: the cast to x.dtype rounds to one term, and the copy erases the "
+            "other terms of x. Copy the result as it is, x.copy_(y), or cast it to the format, "
+            "y.to(x.format)"
+        )
     message = (
-        f"{operation.overloadpacket.__name__}: a plain {source.dtype} tensor {about} of a step "
-        "p - update uses only the leading term of p. Small updates are rounded away, and the copy "
-        "erases the other terms of p. Update in place, p.sub_(update) or p.add_(g, alpha=-lr), or "
-        "in the step of a torch.optim.Optimizer"
+        f"{operation.overloadpacket.__name__}: a plain {source.dtype} tensor {about}{repair}"
     )
     if action == "raise":
         line.copies -= 1  # the next copy raises, too

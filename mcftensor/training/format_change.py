@@ -170,8 +170,9 @@ def prepare(
     Raises:
         TypeError: not a module and an optimizer; an invalid format; an optimizer that wraps
             another one.
-        ValueError: an override that matches nothing; an unknown mode; an optimizer without a
-            parameter that becomes an expansion; a number beyond the range of the format.
+        ValueError: an override that matches nothing; an unknown mode; an optimizer of another
+            model, or without a parameter that becomes an expansion; a number beyond the range of
+            the format.
         RuntimeError: the call is inside a step; a sharded model; a parameter that a graph, a view
             or a weak reference holds.
 
@@ -221,6 +222,13 @@ class TrainingConversion:
         if current_step() is not None:
             raise RuntimeError(f"{where}: a step is under way; call it between two steps")
         found = None if format is None else require_format(format, where)
+        own = {id(p) for p in model.parameters()}
+        if not any(id(p) in own for p in parameters_of(optimizer)):
+            raise ValueError(
+                f"{where}: this {type(optimizer).__name__} has no parameter of this "
+                f"{type(model).__name__}; give the optimizer that was made of model.parameters(), "
+                "after the last change of them"
+            )
         self.model, self.optimizer = model, optimizer
         self.of_model = plan_conversion(model, found, overrides or {})
         self.changed = {id(held.x): held for held in self.of_model.changed if held.is_parameter}

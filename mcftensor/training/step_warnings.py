@@ -34,6 +34,7 @@ from mcftensor.patches.optimizers import (
 from mcftensor.patches.table import calls
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import any_format_of, format_of, holder_of, is_held, local
+from mcftensor.tensor.implicit_rounding import is_moved
 from mcftensor.training.gradient_hooks import Handle
 from mcftensor.training.state_names import SECOND_MOMENTS
 
@@ -66,7 +67,8 @@ class PlainParameterWarning(UserWarning):
     """An optimizer steps parameters that are plain where expansions were, or are around them.
 
     They are of 16 bits in a model of expansions: they were frozen when `as_expansion` was called
-    with it, or were added since. Or they were rounded when `load_state_dict` gave them expansions,
+    with it, or were added since. Or they came into the optimizer after it had stepped expansions,
+    or are made of one, as by `torch.cat((p, new))`, which moves leading terms. Or they were rounded when `load_state_dict` gave them expansions,
     and `as_expansion` was not called afterwards; or `as_plain` made them plain in the middle of a
     training. Raised once for each parameter, before the first
     step on it, and by `collage`.
@@ -80,7 +82,8 @@ class SaturationWarning(UserWarning):
     zero, until the number is small again; an infinite second moment stays for good.
 
     Raised once for each tensor: when an optimizer gives its state dict, which reads all numbers
-    anyway, and by `mcf.EDQ` on measured steps. Other steps read no numbers.
+    anyway, by `mcf.EDQ` on measured steps, and by every 16th step where a scale of a block is the
+    largest. Other steps read no numbers.
 
     On measured steps it is also raised if a number is not too large for the format, but for its
     block: most second moments beside it are raised to the smallest number of the block, and their
@@ -128,7 +131,7 @@ def warn_of_plain_parameters(optimizer: Optimizer) -> None:
     """Warn of the plain parameters of an optimizer by name, unless an override keeps them plain."""
     if torch.compiler.is_compiling():
         return
-    name = type(optimizer).__name__
+    name, has_stepped = type(optimizer).__name__, optimizer in _over_expansions
     if KEPT and (kept := rounded(parameters_of(optimizer))):
         _, p, format = kept[0]
         warn(
@@ -138,7 +141,8 @@ def warn_of_plain_parameters(optimizer: Optimizer) -> None:
             "after load_state_dict, or before it; if plain weights are meant, mcf.as_plain(model)",
             PlainParameterWarning,
         )
-    if optimizer not in CHECKED and (left := _left_plain(optimizer)):
+    left = {} if optimizer in CHECKED else _left_plain(optimizer)
+    if left:
         warn(
             f"{name} has stepped expansions, and {some(left, 1)} are plain "
             f"{next(iter(left.values())).dtype} since mcf.as_plain(model), which converts in "
@@ -157,7 +161,20 @@ def warn_of_plain_parameters(optimizer: Optimizer) -> None:
     modules = convert.converted_modules()
     names = {id(p): name for m in modules for name, p in m.named_parameters()}
     meant = {id(p) for m in modules for p in convert.left_plain(m)}
-    new = [p for p in new if id(p) in names and id(p) not in meant]
+    new = [p for p in new if id(p) not in meant]
+    is_late = has_stepped and not left
+    entered = [p for p in new if is_moved(p) or (is_late and id(p) not in names)]
+    if entered:
+        found = some(names.get(id(p), f"one of shape {tuple(p.shape)}") for p in entered)
+        warn(
+            f"{name}: parameters are plain {entered[0].dtype}, where small updates are lost, and "
+            f"are made of expansions or came in beside them: {found}. Outside of a step torch.cat, "
+            "torch.where and others move leading terms alone if a plain tensor is among their "
+            "operands. To keep the format and all terms, give them values: "
+            "nn.Parameter(torch.cat([mcf.as_expansion(p), new]))",
+            PlainParameterWarning,
+        )
+    new = [p for p in new if id(p) in names and not any(p is q for q in entered)]
     if new:
         warn(
             f"{name}: parameters of a model of expansions are plain {new[0].dtype}, where small "
@@ -407,11 +424,49 @@ def _parts(x: MCFTensor) -> Iterator[Tensor]:
         yield numbers
 
 
+def _look_at_scales(optimizer: Optimizer) -> None:
+    """Warn of states with saturated blocks, which are looked for where a scale is the largest.
+
+    Scales are a thirty-third of the bytes of a state.
+    """
+    if torch.compiler.is_compiling():
+        return
+    held = {name: local(x.detach()) for name, x in _tensors_of(optimizer).items()}
+    found = {
+        name: x
+        for name, x in held.items()
+        if isinstance(x, MCFTensor) and x.format.shared and x.numel() and not x.is_meta
+    }
+    if not found or any(map(is_fake, found.values())):
+        return
+    scales = [x.components[i] for x in found.values() for i in x.format.shared]
+    largest = torch.stack(torch._foreach_max([y.to(torch.int32) for y in scales])).tolist()
+    full = {
+        name: x
+        for (name, x), scale in zip(found.items(), largest, strict=True)
+        if scale >= _largest_scale(x.format)
+    }
+    counts = {name: saturated_blocks(x) for name, x in full.items()}
+    warn_of_saturation(
+        optimizer, {name: (int(n), full[name]) for name, n in counts.items() if n is not None}
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _largest_scale(format: Format) -> int:
+    """Return the scale of a block with the largest number of a format."""
+    (place,) = format.shared
+    return int(format.nearest.encode(Sum([_most()]), None)[place].max())
+
+
+def _most() -> Tensor:
+    return torch.full((1, BLOCK_SIZE), torch.finfo(torch.float32).max, device="cpu")
+
+
 @functools.lru_cache(maxsize=64)
 def _largest(format: Format) -> float:
     """Return the number at which a format saturates."""
-    most = torch.full((1, BLOCK_SIZE), torch.finfo(torch.float32).max, device="cpu")
-    return float(format.decode(format.nearest.encode(Sum([most]), None))[0].amax())
+    return float(format.decode(format.nearest.encode(Sum([_most()]), None))[0].amax())
 
 
 @functools.lru_cache(maxsize=64)
@@ -490,20 +545,26 @@ def warn_of_zeros(optimizer: Optimizer, found: Mapping[str, tuple[float, Tensor]
     )
 
 
+def _tensors_of(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the parameters and states of an optimizer by their names."""
+    tensors: dict[str, Any] = {}
+    for name, _, p in named_parameters_of(optimizer):
+        own = optimizer.state.get(p)
+        states = own if isinstance(own, dict) else {}
+        tensors |= {name: p, **{f"{key} of {name}": x for key, x in states.items()}}
+    return {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
+
+
 def _check_when_saved(optimizer: Optimizer) -> None:
     """Look at all states and parameters of an optimizer that gives its state dict."""
     if torch.compiler.is_compiling():
         return
-    tensors: dict[str, Tensor] = {}
-    for name, _, p in named_parameters_of(optimizer):
-        own = optimizer.state.get(p)
-        states: Mapping[Any, Any] = own if isinstance(own, dict) else {}
-        tensors |= {name: p, **{f"{key} of {name}": x for key, x in states.items()}}
-    tensors = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
+    tensors = _tensors_of(optimizer)
     counts = {name: saturated_blocks(x) for name, x in tensors.items()}
     found = {name: (int(n), tensors[name]) for name, n in counts.items() if n is not None}
     warn_of_saturation(optimizer, found)
 
 
 calls.after_step = _after_step
+calls.now_and_then = _look_at_scales
 calls.when_saved = _check_when_saved

@@ -175,3 +175,69 @@ class TestPlainAgain:
         step(model, optimizer)
         mcf.as_plain(model)
         step(model, torch.optim.AdamW(model.parameters()))
+
+
+SURGERIES = {
+    "cat": lambda p, new: torch.cat((p, new)),
+    "stack": lambda p, new: torch.stack((p, new)).flatten(0, 1),
+    "where": lambda p, new: torch.where(torch.ones(2, 3, dtype=torch.bool), p, new),
+    "index_put": lambda p, new: p.index_put((torch.tensor([1]),), new[:1]),
+    "scatter": lambda p, new: p.scatter(0, torch.ones(1, 3, dtype=torch.int64), new),
+    "block_diag": lambda p, new: torch.block_diag(p, new),
+    "masked_scatter": lambda p, new: p.masked_scatter(new == 0, new),
+    "select_scatter": lambda p, new: p.select_scatter(new[0], 0, 1),
+}
+
+
+class TestSurgery:
+    """Weights made of an expansion and a plain tensor, as densification and pruning make them."""
+
+    @staticmethod
+    def steps(q, optimizer, count):
+        for _ in range(count):
+            q.grad = torch.ones_like(mcf.as_plain(q))
+            optimizer.step()
+
+    @pytest.mark.parametrize("grows", [torch.no_grad, torch.enable_grad])
+    @pytest.mark.parametrize("surgery", SURGERIES)
+    @pytest.mark.parametrize("place", ["group", "module", "other optimizer"])
+    def test_it_is_told_and_the_line_that_it_names_keeps_all(self, place, surgery, grows):
+        model = nn.ParameterDict({"p": torch.ones(2, 3)})
+        mcf.as_expansion(model, mcf.bf16x2)
+        p, new = model["p"], torch.ones(2, 3, dtype=torch.bfloat16)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+        self.steps(p, optimizer, 5)
+        kept = SURGERIES[surgery](mcf.as_expansion(p), new)
+        with grows():
+            grown = SURGERIES[surgery](p.detach(), new)
+        assert kept.format == mcf.bf16x2
+        assert type(grown) is torch.Tensor
+        for q, is_told in ((nn.Parameter(grown), True), (nn.Parameter(kept), False)):
+            if place == "module":
+                model["p"] = q
+            if place == "other optimizer":
+                optimizer = torch.optim.Adam([q], lr=1e-4)
+            else:
+                optimizer.state.clear()
+                optimizer.param_groups[0]["params"][0] = q
+            match = r"plain torch\.bfloat16, .*made of expansions.*torch\.cat\(\[mcf\.as_expansion\(p\)"
+            if is_told:
+                with pytest.warns(mcf.errors.PlainParameterWarning, match=match) as caught:
+                    self.steps(q, optimizer, 10)
+                assert len(caught) == 1
+                assert q.flatten()[0] == 1
+            else:
+                self.steps(q, optimizer, 10)
+                assert 0.998 < mcf.as_plain(q.detach(), torch.float64).flatten()[0] < 0.9986
+
+    def test_a_plain_parameter_beside_expansions_from_the_start(self):
+        parameters = [nn.Parameter(mcf.as_expansion(torch.ones(2))), nn.Parameter(torch.ones(2).half())]
+        optimizer = torch.optim.SGD(parameters, lr=1e-3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for q in parameters:
+                self.steps(q, optimizer, 2)
+        late = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        optimizer.add_param_group({"params": [late]})
+        with pytest.warns(mcf.errors.PlainParameterWarning, match=r"came in .*: one of shape \(2,\)"):
+            self.steps(late, optimizer, 2)

@@ -159,3 +159,36 @@ def test_raised_elements_have_a_scale_apart():
     assert step_warnings.raised_blocks(mcf.as_expansion(v, mcf.ue5m3)) == 0, "half of them"
     assert step_warnings.raised_blocks(mcf.as_expansion(v, mcf.mxfp8)) is None
     assert step_warnings.raised_blocks(v) is None
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("size", [1e19, 1e30, math.inf, math.nan])
+def test_steps_without_a_meter_warn_soon(path, size):
+    """Of 32 second moments, 31 are raised by the one that is infinite, and their weights stand."""
+    p = nn.Parameter(mcf.as_expansion(torch.ones(4, 64), mcf.bf16i8))
+    optimizer = mcf.collage(torch.optim.AdamW([p], lr=1e-3, **PATHS[path]), "compact")
+
+    def steps(count, size=1.0):
+        for _ in range(count):
+            p.grad = torch.ones_like(mcf.as_plain(p))
+            p.grad[PLACE] = size
+            optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(40)
+    with pytest.warns(mcf.errors.SaturationWarning, match=r"exp_avg_sq of 0\.0 .* 1 block") as caught:
+        steps(1, size)
+        steps(39)
+    assert len(caught) == 1
+
+
+def test_large_gradients_that_the_formats_hold_are_not_told():
+    p = nn.Parameter(mcf.as_expansion(torch.ones(4, 64), mcf.bf16i8))
+    optimizer = mcf.collage(torch.optim.AdamW([p], lr=1e-3), "compact")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for size in (1e-12, 1.0, 1e6, 1e15):
+            for _ in range(20):
+                p.grad = torch.full((4, 64), size, dtype=torch.bfloat16)
+                optimizer.step()

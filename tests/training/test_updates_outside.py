@@ -402,3 +402,47 @@ def test_a_line_is_looked_at_a_few_times(lines, monkeypatch):
     (line,) = lines.values()
     del p, ps, looks[:]
     assert line.memory is None
+
+
+def decayed(x):
+    """The idiom of updates in float32, with the cast back to the dtype of one term."""
+    x.copy_((x.float() * (1 - 1e-3)).to(x.dtype))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("role", ["value", "parameter"])
+@pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16x3, mcf.bf16i16, mcf.fp16x2], ids=str)
+def test_a_cast_to_the_dtype_warns_whatever_it_is_written_to(format, role):
+    x = mcf.as_expansion(torch.ones(8), format)
+    x = nn.Parameter(x) if role == "parameter" else x
+    with pytest.warns(mcf.errors.RoundedWarning, match=rf"copied over a {role} in {format.name}"):
+        for _ in range(6):
+            decayed(x)
+    assert exact(x).mean().item() == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):  # as the warning says
+            x.copy_((mcf.as_plain(x, torch.float32) * (1 - 1e-3)).to(x.format))
+    assert exact(x).mean().item() == pytest.approx(0.999**6, rel=2.0**-14)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("role", ["value", "parameter"])
+def test_a_line_that_did_something_else_before(lines, role):
+    x = mcf.as_expansion(torch.ones(8), mcf.bf16x2)
+    x = nn.Parameter(x) if role == "parameter" else x
+    numbers = [torch.rand(8) for _ in range(20)] + [None] * 700
+    with pytest.warns(mcf.errors.RoundedWarning, match="hardly differs"):
+        for new in numbers:
+            new = (x.float() * (1 - 1e-3) if new is None else new).to(x.dtype)
+            x.copy_(new)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("format", [mcf.mxfp8, mcf.ue5m3, mcf.fp32x2], ids=str)
+def test_wide_results_into_values_are_no_casts(format):
+    x = mcf.as_expansion(torch.ones(2, 32), format)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(8):
+            x.copy_(mcf.as_plain(x, torch.float64) * (1 - 1e-3))
