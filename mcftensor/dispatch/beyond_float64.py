@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from mcftensor.dispatch import (
     random_numbers,
     scattering,
 )
-from mcftensor.dispatch.elementary import in_longer
+from mcftensor.dispatch.elementary import in_longer, like
 from mcftensor.dispatch.matrix_products import added
 from mcftensor.dispatch.operands import expansions, mapped, stored_in, value_of
 from mcftensor.dispatch.write_results import assign, refusal, written_to
@@ -139,7 +140,8 @@ def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> 
     else:
         largest = x.abs().amax(list(range(x.dim())) if dim is None else dim, True)
         largest = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)
-        total = _sum((x.abs() / largest) ** ord, dim, True) ** (1 / ord) * largest
+        root = like(x, 1 / Fraction(ord))
+        total = _sum((x.abs() / largest) ** ord, dim, True) ** root * largest
     return total if keepdim else total.squeeze(dim) if dim is not None else total.reshape(())
 
 

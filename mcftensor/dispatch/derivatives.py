@@ -1,17 +1,19 @@
-"""Functions whose derivatives PyTorch forms with float64 constants, or whose parts cancel.
+"""Functions that PyTorch, or its derivative, forms with float64 constants, or whose parts cancel.
 
-They serve formats of more than 48 bits, and all formats without float64.
+They serve formats of more than 48 bits, and all formats without float64. Derivatives that PyTorch
+takes from a rounded result, which may be 1, are taken from the argument in every format of terms.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mcftensor.arithmetic import exact_constants as exact
@@ -34,9 +36,48 @@ def _density_at_zero(bits: int) -> Fraction:
     return exact.sqrt(1 / exact.pi(bits) / 2, bits)
 
 
+def _half_root_of_pi(bits: int) -> Fraction:
+    return exact.sqrt(exact.pi(bits), bits) / 2
+
+
+def _half_log_of_two_pi(bits: int) -> Fraction:
+    return (Fraction(exact.log_2(bits)) + Fraction(exact.log_of_pi(bits))) / 2
+
+
 @in_longer
 def _exp_of_square(x: Tensor, factor: float) -> Tensor:
     return torch.exp(x * x * factor)
+
+
+def _slope_of_sigmoid(x: Tensor, y: Tensor, format: Format) -> Tensor:
+    e = torch.exp(-x.abs())
+    return e / ((1 + e) * (1 + e))
+
+
+def _slope_of_tanh(x: Tensor, y: Tensor, format: Format) -> Tensor:
+    e = torch.exp(-x.abs())  # of which a square may underflow where 1 / cosh(x) does not
+    return (2 * e / (1 + e * e)).square()
+
+
+_SERIES = 2.0**-16  # below it, the terms that are left out are smaller than 2^-120
+
+
+@in_longer
+def _slope_of_sinc(x: Tensor) -> Tensor:
+    """(cos(pi x) - sinc(x)) / x, from the exact distance to the nearest integer; near 0 by the
+    series.
+    """
+    pi = _constant(exact.pi, x._format, x.device)  # type: ignore[attr-defined]
+    is_small = x.abs() < _SERIES
+    large = torch.where(is_small, torch.ones_like(x), x)
+    whole = large.round()
+    angle = (large - whole) * pi
+    sign = torch.where(torch.remainder(whole, 2) == 1, -1.0, 1.0)
+    slope = (torch.cos(angle) - torch.sin(angle) / (large * pi)) * sign / large
+    square = (x * pi).square()
+    sixth = square * square * square / 45360
+    series = -x * pi.square() * (1 - square / 10 + square.square() / 280 - sixth * 3) / 3
+    return torch.where(is_small, series, slope)
 
 
 _DERIVATIVES: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
@@ -53,8 +94,24 @@ _DERIVATIVES: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
         _exp_of_square(x, -0.5) * _constant(_density_at_zero, format, x.device)
     ),
     "tanhshrink": lambda x, y, format: torch.tanh(x).square(),
+    "sinc": lambda x, y, format: _slope_of_sinc(x),
+    "erfinv": lambda x, y, format: (
+        _exp_of_square(y, 1) * _constant(_half_root_of_pi, format, x.device)
+    ),
+    "deg2rad": lambda x, y, format: torch.ones_like(x) * _constant(
+        lambda bits: exact.pi(bits) / 180, format, x.device
+    ),
+    "rad2deg": lambda x, y, format: torch.ones_like(x) * _constant(
+        lambda bits: 180 / exact.pi(bits), format, x.device
+    ),
+    "sigmoid": _slope_of_sigmoid,
+    "tanh": _slope_of_tanh,
+    "expm1": lambda x, y, format: torch.exp(x),
 }
 """Derivatives as functions of x, f(x), and the format of both."""
+
+_FROM_ARGUMENT = ("sigmoid", "tanh", "expm1")
+"""Functions whose rounded results say too little of their derivatives, in every format."""
 
 
 class _Differentiated(torch.autograd.Function):
@@ -68,7 +125,8 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, name: str, format: str) -> Tensor:
-        return by_formula(name, x)
+        function = getattr(torch, name, None)
+        return by_formula(name, x) if function is None else function(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -122,6 +180,95 @@ def _rpow(format: Format, x: Tensor, base: Any) -> Tensor:
     return _pow(format, base, x)
 
 
+def _whole_number(x: Any, format: Format, device: torch.device) -> MCFTensor:
+    """Return a number with all its bits as an expansion without dimensions."""
+    return constant_in(format, Fraction(x), device)
+
+
+def _lerp(format: Format, x: Tensor, end: Tensor, weight: Any) -> Tensor:
+    """Return x + weight (end - x). Of a weight that is a number, PyTorch rounds 1 - weight."""
+    is_number = not isinstance(weight, Tensor)
+    return torch.lerp(x, end, _whole_number(weight, format, x.device) if is_number else weight)
+
+
+def _spread(function: Callable[..., Any], format: Format, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return a variance or deviation, alone or with the mean.
+
+    PyTorch's derivative has 2 / (n - correction) as a float64 number.
+    """
+    if not (isinstance(x, MCFTensor) and _is_followed(x)) or not x.numel():
+        return function(x, *args, **kwargs)
+    dim, unbiased, keepdim = kwargs.get("dim"), kwargs.get("unbiased"), kwargs.get("keepdim", False)
+    if args and isinstance(args[0], bool):
+        (unbiased,) = args
+    elif args:
+        dim, unbiased, keepdim = (*args, *(unbiased, keepdim)[len(args) - 1 :])
+    correction = kwargs.get("correction", 1) if unbiased is None else int(unbiased)
+    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    places = sorted({d % max(x.dim(), 1) for d in dims}) if x.dim() else []
+    # A shift changes no derivative; the differences are exact where elements are alike.
+    first = x.detach()[tuple(slice(0, 1 if d in places else None) for d in range(x.dim()))]
+    below = x - first
+    mean = below.mean(places, keepdim=True) if places else below
+    count = math.prod(x.shape[d] for d in places) - (1 if correction is None else correction)
+    moment = (below - mean).square().sum(places, keepdim=True) / max(count, 0)
+    moment = torch.sqrt(moment) if "std" in function.__name__ else moment
+    results = [y if keepdim else y.squeeze(places) for y in (moment, first + mean)]
+    return tuple(results) if "mean" in function.__name__ else results[0]
+
+
+def _lp_pool(
+    pool: Callable[..., Tensor], format: Format, x: Tensor, norm_type: float, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Return roots of sums of powers; PyTorch rounds the exponent of the root."""
+    if math.isinf(norm_type) or norm_type == 1:
+        return pool(x, norm_type, *args, **kwargs)
+    sums = pool(torch.pow(x, norm_type), 1, *args, **kwargs)
+    return torch.pow(sums, _whole_number(1 / Fraction(norm_type), format, x.device))
+
+
+def _gaussian_nll_loss(
+    format: Format,
+    input: Tensor,
+    target: Tensor,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    loss = F.gaussian_nll_loss(input, target, var, False, eps, reduction)
+    if not full:
+        return loss
+    constant = _constant(_half_log_of_two_pi, format, loss.device)
+    shape = torch.broadcast_shapes(input.shape, target.shape)
+    return loss + constant * (math.prod(shape) if reduction == "sum" else 1)
+
+
+def _poisson_nll_loss(
+    format: Format,
+    input: Tensor,
+    target: Tensor,
+    log_input: bool = True,
+    full: bool = False,
+    size_average: bool | None = None,
+    eps: float = 1e-8,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    given = (size_average, eps, reduce, reduction)
+    if not full:
+        return F.poisson_nll_loss(input, target, log_input, False, *given)
+    loss = F.poisson_nll_loss(input, target, log_input, False, None, eps, None, "none")
+    constant = _constant(_half_log_of_two_pi, format, loss.device)
+    safe = torch.where(target > 1, target, torch.ones_like(target))
+    log = torch.log(MCFTensor.of(stored_in(safe, format.nearest, loss.device), format.nearest))
+    stirling = safe * log - safe + log / 2 + constant
+    loss = loss + torch.where(target > 1, stirling, torch.zeros_like(stirling))
+    if size_average is not None or reduce is not None:
+        reduction = nn._reduction.legacy_get_string(size_average, reduce)
+    return {"none": loss, "mean": loss.mean(), "sum": loss.sum()}[reduction]
+
+
 def _functions(name: str) -> list[Callable[..., Any]]:
     """Return the functions of PyTorch that have a name."""
     places = (torch, Tensor, torch.special, F)
@@ -136,5 +283,17 @@ OWN: dict[Callable[..., Any], Callable[..., Tensor]] = {
     },
     **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _pow),
     Tensor.__rpow__: _rpow,
+    **dict.fromkeys((torch.lerp, Tensor.lerp), _lerp),
+    **{pool: functools.partial(_lp_pool, pool) for pool in (F.lp_pool1d, F.lp_pool2d, F.lp_pool3d)},
+    **{
+        function: functools.partial(_spread, function)
+        for name in ("var", "std", "var_mean", "std_mean")
+        for function in _functions(name)
+    },
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.poisson_nll_loss: _poisson_nll_loss,
 }
 """Replacements of PyTorch's functions, which take the format before their arguments."""
+
+IN_ALL_FORMATS = frozenset(x for name in _FROM_ARGUMENT for x in _functions(name))
+"""Those of them that serve every format of terms."""

@@ -212,6 +212,20 @@ def _by_algorithm(func: Any, given: Given) -> Any:
     return beyond_float64.by_algorithm(func, longer_format(given), *given.values())
 
 
+OF_SPREADS = {
+    aten.var.correction,
+    aten.std.correction,
+    aten.var_mean.correction,
+    aten.std_mean.correction,
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten.native_group_norm.default,
+    aten.native_group_norm_backward.default,
+    aten.native_batch_norm.default,
+    aten.native_batch_norm_backward.default,
+}
+"""Functions that lose bits in float64, too, if a mean is large beside the deviations from it."""
+
 RULES: dict[Any, Callable[[Any, Given], Any]] = {
     aten._softmax.default: _along_dims,  # x.softmax
     aten._log_softmax.default: _along_dims,  # x.log_softmax, F.cross_entropy

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from mcftensor.arithmetic import exact_constants as exact
 from mcftensor.arithmetic import special_functions
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.dispatch import derivatives
@@ -30,6 +32,7 @@ from mcftensor.dispatch.default_handler import (
     unlike_dtypes,
 )
 from mcftensor.dispatch.differences import lengthened, longer_format
+from mcftensor.dispatch.elementary import bits_of_constants, constant_in
 from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import (
     common_format,
@@ -177,6 +180,10 @@ def _attention(
 ) -> Tensor:
     """Return attention by the operations that PyTorch's kernels fuse."""
     by_parts = torch.ops.aten._scaled_dot_product_attention_math
+    if options.get("scale") is None and isinstance(query, MCFTensor):
+        bits = bits_of_constants(query._format)
+        root = exact.sqrt(Fraction(1, query.shape[-1]), bits)
+        query, options = query * constant_in(query._format, root, query.device), {"scale": 1.0}
     made: Tensor = by_parts(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
     return made
 
@@ -222,7 +229,8 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
         return func(*lengthened(args, longer), **lengthened(kwargs, longer))
     own = derivatives.OWN.get(func)
     is_long = format.precision > PRECISION or not has_float64(found[0].device)
-    if own is not None and is_long and format.arithmetic == "terms" and format.dtype not in NARROW:
+    is_own = func in derivatives.IN_ALL_FORMATS or (is_long and format.dtype not in NARROW)
+    if own is not None and is_own and format.arithmetic == "terms":
         result = own(format, *args, **kwargs)
         return result if out is None else _assigned(name, out, result, found, (args, kwargs))
     if own is not None and func not in _SHARPER and not (is_long and format.dtype in NARROW):
