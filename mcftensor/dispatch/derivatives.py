@@ -261,12 +261,49 @@ def _poisson_nll_loss(
     loss = F.poisson_nll_loss(input, target, log_input, False, None, eps, None, "none")
     constant = _constant(_half_log_of_two_pi, format, loss.device)
     safe = torch.where(target > 1, target, torch.ones_like(target))
-    log = torch.log(MCFTensor.of(stored_in(safe, format.nearest, loss.device), format.nearest))
+    if not isinstance(safe, MCFTensor):
+        safe = MCFTensor.of(stored_in(safe, format.nearest, loss.device), format.nearest)
+    log = torch.log(safe)
     stirling = safe * log - safe + log / 2 + constant
     loss = loss + torch.where(target > 1, stirling, torch.zeros_like(stirling))
     if size_average is not None or reduce is not None:
         reduction = nn._reduction.legacy_get_string(size_average, reduce)
     return {"none": loss, "mean": loss.mean(), "sum": loss.sum()}[reduction]
+
+
+def _cross_entropy(
+    format: Format,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return losses. Of smoothed labels, PyTorch rounds 1 - smoothing and smoothing / classes."""
+    if size_average is not None or reduce is not None:
+        reduction = nn._reduction.legacy_get_string(size_average, reduce)
+    given: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
+    if not label_smoothing or not isinstance(input, MCFTensor):
+        return F.cross_entropy(input, target, weight, label_smoothing=label_smoothing, **given)
+    dim = min(1, input.dim() - 1)
+    share, classes = _whole_number(label_smoothing, format, input.device), input.shape[dim]
+    if target.is_floating_point():
+        return F.cross_entropy(input, target * (1 - share) + share / classes, weight, **given)
+    logs = F.log_softmax(input, dim)
+    if weight is not None:
+        logs = logs * weight.view(-1, *[1] * (input.dim() - dim - 1))
+    is_ignored = target == ignore_index
+    others = (-logs.sum(dim)).masked_fill(is_ignored, 0)
+    if reduction != "none":
+        others = others.sum()
+    if reduction == "mean":
+        kept = target[~is_ignored]
+        others = others / (kept.numel() if weight is None else weight[kept].sum())
+    own = F.cross_entropy(input, target, weight, **given)
+    return own * (1 - share) + others * (share / classes)
 
 
 def _functions(name: str) -> list[Callable[..., Any]]:
@@ -290,6 +327,7 @@ OWN: dict[Callable[..., Any], Callable[..., Tensor]] = {
         for name in ("var", "std", "var_mean", "std_mean")
         for function in _functions(name)
     },
+    F.cross_entropy: _cross_entropy,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.poisson_nll_loss: _poisson_nll_loss,
 }

@@ -166,7 +166,11 @@ def _quantile(func: Callable[..., Any]) -> Callable[..., Any]:
 def _rms_norm(
     x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    return F.rms_norm(x, shape, weight, torch.finfo(WIDE).eps if eps is None else eps)
+    """Return a norm by its parts; PyTorch rounds eps to the dtype of one term."""
+    dims = list(range(-len(shape), 0))
+    eps = torch.finfo(WIDE).eps if eps is None else eps
+    scaled = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+    return scaled if weight is None else scaled * weight
 
 
 def _attention(

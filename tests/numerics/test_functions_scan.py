@@ -834,26 +834,8 @@ class Defect(NamedTuple):
 
 RESULT, GRADIENT, FLOAT32 = "the result", "the gradient", (torch.float32,)
 KNOWN = {
-    "cross_entropy of smooth labels": Defect(RESULT, "PyTorch's quotient of smoothing and classes"),
-    "deg2rad": Defect(GRADIENT, "PyTorch's pi / 180"),
-    "dist": Defect(RESULT, "the library's 1 / p"),
-    "erfinv": Defect(GRADIENT, "PyTorch's root of pi"),
-    "gaussian_nll_loss": Defect(RESULT, "PyTorch's logarithm of 2 pi"),
-    "lerp": Defect(GRADIENT, "PyTorch's 1 - weight"),
-    "lp_pool1d": Defect(RESULT, "PyTorch's 1 / p"),
     "multi_head_attention_forward": Defect(RESULT, "PyTorch's root of 1 / features"),
-    "norm of order 3": Defect(RESULT, "the library's 1 / p"),
-    "poisson_nll_loss in full": Defect(RESULT, "PyTorch's 2 pi"),
-    "rad2deg": Defect(GRADIENT, "PyTorch's 180 / pi"),
     "renorm": Defect(GRADIENT, "PyTorch's 1e-7, as float32", 53, FLOAT32),
-    "rms_norm": Defect(RESULT, "PyTorch rounds eps to float32", 24, FLOAT32),
-    "scaled_dot_product_attention": Defect(RESULT, "PyTorch's root of 1 / features"),
-    "selu": Defect(GRADIENT, "PyTorch's product of alpha and scale"),
-    "sinc": Defect(GRADIENT, "PyTorch's pi, and a formula that cancels near its zero at 2.459", 47),
-    "std": Defect(GRADIENT, "PyTorch's 1 / n"),
-    "std_mean": Defect(GRADIENT, "PyTorch's 1 / n"),
-    "var": Defect(GRADIENT, "PyTorch's 2 / n"),
-    "var_mean": Defect(GRADIENT, "PyTorch's 2 / n"),
 }
 """Functions with a constant that is rounded to a machine type."""
 
