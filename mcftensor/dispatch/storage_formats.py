@@ -93,6 +93,8 @@ def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     A result of parameters alone is a parameter and stores all bits. An operation that writes to a
     parameter computes with its decoded number.
     """
+    if kwargs.get("dtype") in {format.dtype for format in _formats((args, kwargs))}:
+        kwargs = {name: x for name, x in kwargs.items() if name != "dtype"}  # that of the input
     operands = [x for x in (*args, *kwargs.values()) if getattr(x, "dtype", None) != torch.bool]
     if computes_plainly(operands) and not expansions(written_to(func, args, kwargs)):
         return on_leading(func, args, kwargs)

@@ -104,6 +104,7 @@ WHOLE: set[Callable[..., Any]] = {
     F.multi_head_attention_forward,
     F.rms_norm,
     F.scaled_dot_product_attention,  # transformers
+    F.softmin,  # which rounds -x to a dtype that is given
     *_OF_TORCH_2_13,
 }  # fmt: skip
 
@@ -242,6 +243,8 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     if format.arithmetic == "numbers":
         if out is not None:
             say_what_is_rounded(func, leaves(out), found)
+        if kwargs.get("dtype") == format.dtype:
+            kwargs = {name: x for name, x in kwargs.items() if name != "dtype"}
         (args, kwargs), _ = decoded(mapped(partial(_in_numbers, format), (args, kwargs)))
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
     wide: Format = PLAIN[WIDE]
