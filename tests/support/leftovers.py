@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 
 import mcftensor as mcf
 from mcftensor.formats.format import _REGISTRY
+from mcftensor.kernels import LOCK
 from mcftensor.kernels.without_float64 import CONTEXTS
 from mcftensor.patches.table import TABLE
 from mcftensor.tensor import implicit_rounding, step_context
@@ -157,6 +158,11 @@ def _forget_formats(names: set[str]) -> None:
         del _REGISTRY[name]
 
 
+def _release(lock: Any) -> None:
+    while lock._is_owned():
+        lock.release()
+
+
 KEPT = {
     "whether gradients are recorded": Kept(torch.is_grad_enabled, torch.set_grad_enabled),
     "inference mode": Kept(torch.is_inference_mode_enabled),
@@ -183,6 +189,7 @@ KEPT = {
     "contexts without float64": Kept(
         lambda: CONTEXTS.depth, lambda depth: setattr(CONTEXTS, "depth", depth)
     ),
+    "the lock of writes": Kept(lambda: "unlocked" in repr(LOCK), lambda _: _release(LOCK)),
     "the default dtype": Kept(torch.get_default_dtype, torch.set_default_dtype),
     "the default device": Kept(torch.get_default_device),
     "the number of threads": Kept(torch.get_num_threads, torch.set_num_threads),
