@@ -67,8 +67,11 @@ def normalize(func: Any, *args: Any, **kwargs: Any) -> Any:
             scratch["running_mean"] = _like(given["running_mean"], results[1])
     for name, of_batch in scratch.items():
         average = given[name]
-        kept = isinstance(average, MCFTensor)
-        average.lerp_(of_batch if kept else of_batch.to(average.dtype), given[share])
+        if not isinstance(average, MCFTensor):
+            of_batch = of_batch.to(average.dtype)
+        elif average.format.arithmetic == "numbers":
+            of_batch = plainly(of_batch, average.format.result.dtype)
+        average.lerp_(of_batch, given[share])
     x = given["input"]
     return tuple([_like(x, result) for result in results]) if _is_value(x) else results
 

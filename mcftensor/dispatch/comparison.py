@@ -6,6 +6,7 @@ is rounded to the format first, as it is with a tensor of any other dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -223,6 +224,9 @@ def _ranks(x: MCFTensor) -> tuple[Tensor, list[Tensor]]:
     return ranked.view(x.shape), [term[first] for term in terms]
 
 
+_MEDIANS = (aten.median.default, aten.nanmedian.default)
+
+
 @implements(
     aten.sort.default,  # x.sort, x.argsort, x.msort
     aten.sort.stable,  # torch.sort(x, stable=True)
@@ -257,6 +261,8 @@ def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the operation on ranks, and replace the ranks by elements; indices stay unchanged."""
     if not isinstance(x, MCFTensor) or x.acts_as == "parameter" or expansions((args, kwargs)):
         return compute(func, x, *args, **kwargs)
+    if not x.numel() and func in _MEDIANS:
+        return x.new_full((), math.nan)
     rank, elements = _ranks(x)
 
     def element(result: Any) -> Any:

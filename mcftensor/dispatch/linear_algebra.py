@@ -189,15 +189,30 @@ def solve_ex(a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = Fa
     if is_vector:
         b = b.unsqueeze(-1)
     if not left:
-        x, _, pivots, info = _solve(a.mT, b.mT)
+        x, _, pivots, info = _of_regular(_solve, a.mT, b.mT)
         return x.mT, a, pivots, info
-    x, _, pivots, info = _solve(a, b)
+    x, _, pivots, info = _of_regular(_solve, a, b)
     return x.squeeze(-1) if is_vector else x, a, pivots, info
 
 
 def inv_ex(a: Tensor, *, check_errors: bool = False) -> Any:
     """Return inverses."""
-    return _inverse(a)
+    return _of_regular(_inverse, a)
+
+
+def _of_regular(function: Callable[..., Any], a: Tensor, *others: Tensor) -> Any:
+    """Return results of a function of matrices; NaN and the first zero pivot for singular ones."""
+    try:
+        return function(a, *others)
+    except torch.linalg.LinAlgError:
+        pivots = _lu_factor(a)[-1]
+        is_singular = pivots > 0
+        if not is_singular.any():
+            raise
+    identity = torch.zeros_like(a) + torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    x, *rest, info = function(torch.where(is_singular[..., None, None], identity, a), *others)
+    x = x.masked_fill(is_singular[..., None, None], math.nan)
+    return x, *rest, torch.where(is_singular, pivots.to(info.dtype), info)
 
 
 def solve_triangular(

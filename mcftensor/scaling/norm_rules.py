@@ -141,8 +141,11 @@ def _rms_norm_backward(
 def _group_norm(x: Any, weight: Any, bias: Any, *how: Any) -> tuple[Unrounded, Tensor, Tensor]:
     n, _channels, _places, groups, eps = how
     a = number(x)
-    parts = a.mantissa.reshape(n, groups, -1)
-    variance, mean = torch.var_mean(parts, 2, correction=0)
+    parts = a.mantissa.reshape(n, groups, _channels // groups * _places)
+    if parts.numel():
+        variance, mean = torch.var_mean(parts, 2, correction=0)
+    else:  # PyTorch warns of a variance of nothing
+        variance = mean = parts.new_zeros(n, groups)
     inverse = _inverse_deviation(variance, eps, a.exponent)
     normal = ((parts - mean[..., None]) * inverse[..., None]).view(x.shape)
     return _with_gain(normal, weight, bias, _around(x)), *_saved(mean, inverse, a.exponent)
@@ -181,7 +184,10 @@ def _batch_norm(x: Any, weight: Any, bias: Any, *how: Any) -> tuple[Unrounded, T
         variance = Unrounded(number(running_variance).plain(), -a.exponent * 2).plain()
     inverse = _inverse_deviation(variance, eps, a.exponent)
     normal = (a.mantissa - mean.view(shape)) * inverse.view(shape)
-    return _with_gain(normal, weight, bias, shape), *_saved(mean, inverse, a.exponent)
+    result = _with_gain(normal, weight, bias, shape)
+    if not training:  # as PyTorch, which has no use for them
+        return result, mean.new_zeros(0), mean.new_zeros(0)
+    return result, *_saved(mean, inverse, a.exponent)
 
 
 @rule(aten._native_batch_norm_legit.no_stats)

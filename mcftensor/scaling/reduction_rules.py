@@ -68,7 +68,8 @@ def _vector_norm(
     """Norms are proportional to their numbers. They are float32, as are factors for clipping."""
     norm = torch.linalg.vector_norm(number(x).mantissa, order, dim, keepdim)
     format = of_dtype(torch.float32) if norm.dim() == 0 else None
-    return Unrounded(norm, x.exponent, _placing(norm), _format(dtype) or format)
+    exponent = 0 if order == 0 else x.exponent  # a count has no scale
+    return Unrounded(norm, exponent, _placing(norm), _format(dtype) or format)
 
 
 def _variance(x: Any, dim: Dims, correction: Any, keepdim: bool) -> Unrounded:
@@ -110,7 +111,7 @@ def _cumsum(x: Any, dim: int, *, dtype: torch.dtype | None = None) -> Unrounded:
 
 def _count_of(x: Tensor, dim: Dims) -> int:
     dims = [dim] if isinstance(dim, int) else dim
-    return math.prod(x.shape[d] for d in dims) if dims else x.numel()
+    return math.prod(x.shape[d] for d in dims) if dims and x.dim() else x.numel()
 
 
 def dims_of(x: Tensor, dim: Dims) -> list[int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcftensor.dispatch.registry import TABLE
 from mcftensor.dispatch.structure import move_elements
+from mcftensor.dispatch.write_results import refusal
 from mcftensor.formats.moving import move_component
 from mcftensor.kernels.columns import on_device
 from mcftensor.scaling.exponents import ANY, largest
@@ -31,10 +32,18 @@ from mcftensor.tensor.tensor import MCFTensor
     *(aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.im2col.default),
     takes_operator=True,
 )
-def _moved(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> ScaledTensor:
+def _moved(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     """Apply an operator that moves elements to each component, and copy the exponent."""
     *data, s = x._held()
-    return made_of([move_component(func, y, args, kwargs) for y in data], s.clone(), x._format)
+    moved = [move_component(func, y, args, kwargs) for y in data]
+    if isinstance(moved[0], Tensor):
+        return made_of(moved, s.clone(), x._format)
+    return [made_of(piece, s.clone(), x._format) for piece in zip(*moved, strict=True)]
+
+
+@rule(aten.view_as_complex.default)
+def _as_complex(x: ScaledTensor) -> Any:
+    raise refusal(aten.view_as_complex.default, [x], "its result is complex")
 
 
 @rule(aten.constant_pad_nd, keeps_tails=True)
