@@ -152,7 +152,7 @@ def run_memory(options: argparse.Namespace) -> int:
     size, owner = memory_fit.room()
     if options.memory:
         size, owner = size_in_bytes(options.memory, "--memory"), "given"
-        if size < 1 << 20:
+        if options.memory.isdecimal() and size < 1 << 20:
             raise ValueError(f"--memory is {options.memory!r}, {size} bytes; give a unit, as '80GB'")
     if options.mode:
         own = memory_fit.format_for(options.mode)

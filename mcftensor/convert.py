@@ -536,7 +536,8 @@ def _require_apart(where: str, module: nn.Module, changed: list[Held]) -> None:
     for name, x in itertools.chain(module.named_parameters(), module.named_buffers()):
         if _memory_of(x) is not None:
             part = x._read()[0] if isinstance(x, MCFTensor) else x
-            lying.setdefault(part.untyped_storage().data_ptr(), []).append((name, x))
+            if address := part.untyped_storage().data_ptr():
+                lying.setdefault(address, []).append((name, x))
     for beside in lying.values():
         for (name, x), (other, y) in itertools.combinations(beside, 2):
             is_tied = x is y or _memory_of(x) == _memory_of(y)  # as a whole, which stays

@@ -14,6 +14,8 @@ RECORDED = fingerprint.recorded()
     [pytest.param(n, marks=[pytest.mark.slow] * group.slow) for n, group in GROUPS.items()],
 )
 @pytest.mark.filterwarnings("ignore:mcftensor runs without compiled code")
+@pytest.mark.filterwarnings("ignore::mcftensor.errors.ZeroMomentWarning")
+@pytest.mark.filterwarnings("ignore::mcftensor.errors.NarrowStateWarning")
 def test_bits_are_those_recorded(name):
     try:
         found = GROUPS[name].digests()

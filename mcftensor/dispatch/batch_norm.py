@@ -34,6 +34,7 @@ _OF_INPUT = ("input", "grad_out", "grad_output", "counts", "reserve", "reserveSp
 @implements(
     aten.native_batch_norm.default,  # nn.BatchNorm2d, nn.InstanceNorm2d
     aten._native_batch_norm_legit.default,  # its form in compiled code
+    aten._native_batch_norm_legit.no_stats,  # the same of the batch alone
     aten._native_batch_norm_legit_no_training.default,  # the same in eval mode
     aten._batch_norm_with_update.default,  # in models of torch.export
     aten._batch_norm_no_update.default,  # the same in eval mode
@@ -56,7 +57,7 @@ def normalize(func: Any, *args: Any, **kwargs: Any) -> Any:
     scratch: dict[str, Any] = {}
     if trains:
         for name in _STATISTICS:
-            if given[name] is not None and operands[name] is not given[name]:
+            if given.get(name) is not None and operands[name] is not given[name]:
                 scratch[name] = operands[name] = torch.zeros_like(operands[name])
     if scratch:
         operands[share] = 1.0

@@ -312,14 +312,7 @@ def _functions(name: str) -> list[Callable[..., Any]]:
     return [getattr(place, name) for place in places if hasattr(place, name)]
 
 
-OWN: dict[Callable[..., Any], Callable[..., Tensor]] = {
-    **{
-        function: functools.partial(_by_name, name)
-        for name in _DERIVATIVES
-        for function in _functions(name)
-    },
-    **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _pow),
-    Tensor.__rpow__: _rpow,
+_OF_LONG_FORMATS: dict[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys((torch.lerp, Tensor.lerp), _lerp),
     **{pool: functools.partial(_lp_pool, pool) for pool in (F.lp_pool1d, F.lp_pool2d, F.lp_pool3d)},
     **{
@@ -331,7 +324,21 @@ OWN: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.poisson_nll_loss: _poisson_nll_loss,
 }
+
+OWN: dict[Callable[..., Any], Callable[..., Any]] = {
+    **{
+        function: functools.partial(_by_name, name)
+        for name in _DERIVATIVES
+        for function in _functions(name)
+    },
+    **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _pow),
+    Tensor.__rpow__: _rpow,
+    **_OF_LONG_FORMATS,
+}
 """Replacements of PyTorch's functions, which take the format before their arguments."""
+
+OF_LONG_FORMATS = frozenset(_OF_LONG_FORMATS)
+"""Those of them that PyTorch composes of operators, which serve 16-bit terms as they are."""
 
 IN_ALL_FORMATS = frozenset(x for name in _FROM_ARGUMENT for x in _functions(name))
 """Those of them that serve every format of terms."""

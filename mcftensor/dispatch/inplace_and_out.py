@@ -118,6 +118,8 @@ def onto_plain(handler: Handler) -> Handler:
             return handler(func, *args, **kwargs)
         if targets and all(takes_all_terms(x, (args, kwargs)) for x in targets):
             args, kwargs = as_values((args, kwargs))
+        elif "out" in kwargs:
+            return handler(func, *args, **kwargs)
         wide = _wide_for(targets, args, kwargs)
         if wide is None:
             return handler(func, *args, **kwargs)

@@ -90,7 +90,7 @@ def check_update(func: Any, target: Any, source: Any) -> None:
     """Warn or raise before a plain tensor is written over an expansion as its update."""
     if (
         isinstance(target, MCFTensor)
-        and (target._role == "parameter" or target._format.computes_as is None)
+        and (target._role == "parameter" or not target._format.shared)
         and not isinstance(source, MCFTensor)
         and isinstance(source, Tensor)
         and is_bare([source, target._component0])

@@ -233,6 +233,10 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
         longer = longer_format((args, kwargs))
         return func(*lengthened(args, longer), **lengthened(kwargs, longer))
     own = derivatives.OWN.get(func)
+    if func in derivatives.OF_LONG_FORMATS and (
+        format.dtype in NARROW or format.arithmetic == "numbers"
+    ):
+        return func(*args, **kwargs, **({} if out is None else {"out": out}))
     is_long = format.precision > PRECISION or not has_float64(found[0].device)
     is_own = func in derivatives.IN_ALL_FORMATS or (is_long and format.dtype not in NARROW)
     if own is not None and is_own and format.arithmetic == "terms":

@@ -339,8 +339,9 @@ class ComponentTensor(torch.Tensor):
             if plain is not value:
                 step.gradients[id(self)] = plain, value
                 value = plain
-        elif step is None and type(self) is type(value) and value._format.dtype != self.grad_dtype:
-            value = value._collapsed(self.grad_dtype or self._format.dtype)  # as zeros_like(p) is
+        elif step is None and type(value) is type(self) and self.grad_dtype is not None:
+            if value._format.dtype != self.grad_dtype:
+                value = value._collapsed(self.grad_dtype)  # as of zeros_like(p)
         with torch._C.DisableTorchFunctionSubclass():
             if _SETS_UNTRACED and is_compiling():
                 _set_grad(self, value)

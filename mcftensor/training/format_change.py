@@ -225,9 +225,9 @@ class TrainingConversion:
         own = {id(p) for p in model.parameters()}
         if not any(id(p) in own for p in parameters_of(optimizer)):
             raise ValueError(
-                f"{where}: this {type(optimizer).__name__} has no parameter of this "
-                f"{type(model).__name__}; give the optimizer that was made of model.parameters(), "
-                "after the last change of them"
+                f"{where}: no parameter of this optimizer ({type(optimizer).__name__}) is one of "
+                f"this {type(model).__name__}; give the optimizer that was made of "
+                "model.parameters(), after the last change of them"
             )
         self.model, self.optimizer = model, optimizer
         self.of_model = plan_conversion(model, found, overrides or {})

@@ -97,8 +97,9 @@ def test_both_orders_resume_to_the_bit(format, mode, dtype):
 def test_into_another_format_by_one_rounding(format):
     run = trained(mcf.bf16x3)
     model, other = new(seed=5), mcf.as_expansion(new(seed=5), format)
-    for each in (model, other):
-        each.load_state_dict(run.model.state_dict())
+    with mcf.when_rounded("ignore"):
+        for each in (model, other):
+            each.load_state_dict(run.model.state_dict())
     mcf.as_expansion(model, format)
     assert_same_bits(
         {name: p.detach() for name, p in model.named_parameters()},

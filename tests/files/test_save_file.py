@@ -227,7 +227,8 @@ class TestModels:
     def test_into_another_format(self, stored, wanted, tmp_path):
         model, other = expansion_model(0, stored), expansion_model(1, wanted)
         mcf.save_file(model, tmp_path / "x.safetensors")
-        mcf.load_file(tmp_path / "x.safetensors", other)
+        with mcf.when_rounded("ignore"):
+            mcf.load_file(tmp_path / "x.safetensors", other)
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             assert_same_terms(mcf.as_expansion(p.detach(), wanted), q)
 
