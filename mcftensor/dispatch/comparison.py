@@ -144,10 +144,33 @@ def without_nan(func: Any, x: Any, y: Any) -> Any:
     return _chosen(func.overloadpacket.__name__, (x, y), selected_terms)
 
 
+def _in_one_storage(x: Any, y: Any) -> list[Sequence[Tensor]] | None:
+    """Return the components of values of one storage format, whose elements can be moved, or None.
+
+    Plain tensors of its dtype enter exactly.
+    """
+    ours = expansions((x, y))
+    format = ours[0]._format
+    if format.arithmetic != "numbers" or format.shared or any(z._format != format for z in ours):
+        return None
+    if any(z.acts_as != "value" for z in ours) or isinstance(ours[0], GradientTensor):
+        return None
+    if any(getattr(z, "dtype", None) != format.dtype for z in (x, y)):
+        return None
+    return [stored_in(z, format.nearest, ours[0].device) for z in (x, y)]
+
+
 @implements(aten.where.self)  # torch.where, x.where
-@of_terms
 def where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
     """Return torch.where of expansions, or of an expansion and a plain tensor."""
+    if not isinstance(condition, MCFTensor) and (stored := _in_one_storage(x, y)) is not None:
+        format = expansions((x, y))[0]._format
+        return selected(choose(condition, *stored), format, "value", (x, y))
+    return _where(func, condition, x, y)
+
+
+@of_terms
+def _where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
     if isinstance(condition, MCFTensor):
         return compute(func, condition, x, y)
     if computes_plainly((x, y)):

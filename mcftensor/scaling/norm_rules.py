@@ -179,15 +179,21 @@ def _batch_norm(x: Any, weight: Any, bias: Any, *how: Any) -> tuple[Unrounded, T
             around = Unrounded(variance * (n / max(1, n - 1)), a.exponent * 2)
             running_mean.lerp_(of_batch.plain(), momentum)
             running_variance.lerp_(around.plain(), momentum)
+        inverse = _inverse_deviation(variance, eps, a.exponent)
     else:
-        mean = Unrounded(number(running_mean).plain(), -a.exponent).plain()
-        variance = Unrounded(number(running_variance).plain(), -a.exponent * 2).plain()
-    inverse = _inverse_deviation(variance, eps, a.exponent)
+        mean, inverse = _running(running_mean, running_variance, eps, a.exponent)
     normal = (a.mantissa - mean.view(shape)) * inverse.view(shape)
     result = _with_gain(normal, weight, bias, shape)
-    if not training:  # as PyTorch, which has no use for them
+    if not training:  # as PyTorch, whose gradient reads the running ones, too
         return result, mean.new_zeros(0), mean.new_zeros(0)
     return result, *_saved(mean, inverse, a.exponent)
+
+
+def _running(running_mean: Any, running_variance: Any, eps: float, exponent: Tensor) -> Any:
+    """Return running means and inverse deviations in units of data."""
+    mean = Unrounded(number(running_mean).plain(), -exponent).plain()
+    variance = Unrounded(number(running_variance).plain(), -exponent * 2).plain()
+    return mean, _inverse_deviation(variance, eps, exponent)
 
 
 @rule(aten._native_batch_norm_legit.no_stats)
@@ -197,9 +203,12 @@ def _batch_norm_of_batch(x: Any, weight: Any, bias: Any, training: bool, *how: A
 
 @rule(aten.native_batch_norm_backward)
 def _batch_norm_backward(gradient: Any, x: Any, weight: Any, *how: Any) -> Gradients:
-    _running_mean, _running_variance, mean, inverse, training, _eps, mask = how
+    running_mean, running_variance, mean, inverse, training, eps, mask = how
     g, a, (gain, level) = number(gradient), number(x), _gain_of(weight)
-    mean, inverse = _of_data(mean, inverse, a.exponent)
+    if training:
+        mean, inverse = _of_data(mean, inverse, a.exponent)
+    else:
+        mean, inverse = _running(running_mean, running_variance, eps, a.exponent)
     dims = [0, *range(2, x.dim())]
     shape = _around(x)
     normal = (a.mantissa - mean.view(shape)) * inverse.view(shape)

@@ -25,7 +25,7 @@ def _chances(chances: Tensor, n: int, format: Any = None) -> Unrounded:
 def _softmax(x: Any, dim: int, to_float: bool) -> Unrounded:
     """Return softmax, such as of attention in single steps."""
     format = of_dtype(torch.float32) if to_float else None
-    return _chances(number(x).plain().softmax(dim), x.shape[dim], format)
+    return _chances(number(x).plain().softmax(dim), x.shape[dim] if x.dim() else 1, format)
 
 
 @rule(aten._safe_softmax)

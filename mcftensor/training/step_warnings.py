@@ -85,7 +85,8 @@ class SaturationWarning(UserWarning):
     anyway, by `mcf.EDQ` on measured steps, and by every 16th step where a scale of a block is the
     largest. Other steps read no numbers.
 
-    On measured steps it is also raised if a number is not too large for the format, but for its
+    On measured steps, and on every 256th one where a scale is 20 binades above their mean, it is
+    also raised if a number is not too large for the format, but for its
     block: most second moments beside it are raised to the smallest number of the block, and their
     weights hardly move until the large one has decayed.
     """
@@ -425,7 +426,8 @@ def _parts(x: MCFTensor) -> Iterator[Tensor]:
 
 
 def _look_at_scales(optimizer: Optimizer) -> None:
-    """Warn of states with saturated blocks, which are looked for where a scale is the largest.
+    """Warn of states with saturated blocks, which are looked for where a scale is the largest, and
+    with raised ones, where a scale is far from the others.
 
     Scales are a thirty-third of the bytes of a state.
     """
@@ -439,17 +441,23 @@ def _look_at_scales(optimizer: Optimizer) -> None:
     }
     if not found or any(map(is_fake, found.values())):
         return
-    scales = [x.components[i] for x in found.values() for i in x.format.shared]
-    largest = torch.stack(torch._foreach_max([y.to(torch.int32) for y in scales])).tolist()
-    full = {
-        name: x
-        for (name, x), scale in zip(found.items(), largest, strict=True)
-        if scale >= _largest_scale(x.format)
-    }
-    counts = {name: saturated_blocks(x) for name, x in full.items()}
-    warn_of_saturation(
-        optimizer, {name: (int(n), full[name]) for name, n in counts.items() if n is not None}
-    )
+    scales = [y.float() for x in found.values() for y in (x.components[i] for i in x.format.shared)]
+    largest = torch.stack(torch._foreach_max(scales)).tolist()
+    means = torch.stack([y.mean() for y in scales]).tolist()
+    at_limit: dict[str, tuple[int, Tensor]] = {}
+    apart: dict[str, tuple[int, Tensor]] = {}
+    for (name, x), most, mean in zip(found.items(), largest, means, strict=True):
+        if most >= _largest_scale(x.format):
+            at_limit[name] = int(saturated_blocks(x)), x  # type: ignore[arg-type]
+        elif most - mean > _APART and STEPS[optimizer] % _SELDOM == 0:
+            count = raised_blocks(x)
+            apart[name] = 0 if count is None else int(count), x
+    warn_of_saturation(optimizer, at_limit)
+    warn_of_raised(optimizer, apart)
+
+
+_APART, _SELDOM = 20, 256
+"""Binades between the largest scale and their mean, and steps, after which numbers are read."""
 
 
 @functools.lru_cache(maxsize=64)

@@ -353,7 +353,8 @@ class TestOptimizers:
 
         loaded = mcf.as_expansion(make(seed=1), mcf.bf16i8)
         other = optimizer_of(loaded.parameters())
-        mcf.load_file(tmp_path / "to", loaded, optimizer=other, strict=False)
+        with mcf.when_rounded("ignore"):  # tails of 16 bits into tails of 8
+            mcf.load_file(tmp_path / "to", loaded, optimizer=other, strict=False)
         mcf.collage(other, "compact")
         for p in loaded.parameters():
             for key, format in expected.items():
