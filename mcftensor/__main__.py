@@ -153,7 +153,9 @@ def run_memory(options: argparse.Namespace) -> int:
     if options.memory:
         size, owner = size_in_bytes(options.memory, "--memory"), "given"
         if options.memory.isdecimal() and size < 1 << 20:
-            raise ValueError(f"--memory is {options.memory!r}, {size} bytes; give a unit, as '80GB'")
+            raise ValueError(
+                f"--memory is {options.memory!r}, {size} bytes; give a unit, as '80GB'"
+            )
     if options.mode:
         own = memory_fit.format_for(options.mode)
         form = named(options.format) if options.format else own

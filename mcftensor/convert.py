@@ -84,9 +84,10 @@ def as_expansion(
 
     A module keeps its parameter objects, with the attributes that users set on them, so existing
     optimizers still work (an optimizer with states of another base dtype must be created again),
-    and weights that are tied as a whole stay tied. Parameters that require gradients become expansions in the
-    *parameter* role. Frozen parameters and gradients become plain tensors of the base dtype, as
-    after `module.to(dtype)`; frozen expansions stay expansions. Cast the inputs, or use autocast.
+    and weights that are tied as a whole stay tied. Parameters that require gradients become
+    expansions in the *parameter* role. Frozen parameters and gradients become plain tensors of the
+    base dtype, as after `module.to(dtype)`; frozen expansions stay expansions. Cast the inputs, or
+    use autocast.
     Floating-point buffers keep the precision of float32, in `bf16i16` for bf16 terms. Buffers whose
     names mark them as averages (as in batch norms) act as values, other buffers as parameters.
 

@@ -6,10 +6,10 @@
     python tests/mutations.py --seed 7                     # another sample
     python tests/mutations.py --slow                       # with the cases of `make test-all`
 
-One run of `make test` notes which tests reach which lines. Each mutant is a copy of the package, with
-which tests run until one fails: those that reach its line, the narrowest first, then the others of
-its module and its folder, which may reach it in another process or by what an earlier test left in
-a cache. The mutants that survive are shown. Each of them needs a test, or an entry in
+One run of `make test` notes which tests reach which lines. Each mutant is a copy of the package,
+with which tests run until one fails: those that reach its line, the narrowest first, then the
+others of its module and its folder, which may reach it in another process or by what an earlier
+test left in a cache. The mutants that survive are shown. Each of them needs a test, or an entry in
 `tests/support/equivalent_mutants.py` that says why it cannot fail. With `--record FILE`, each
 outcome is written down as it is known, and the same command goes on with the mutants that are left.
 """
@@ -28,7 +28,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -209,8 +208,8 @@ def _tests(root: Path, arguments: Sequence[str], pipe: Connection) -> None:
     options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--doctest-modules"]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # what is imported before
     status = pytest.main([*options, *arguments], plugins=[watch])
-    # Before the collection, a usage error is a conftest that cannot be imported. In it, a test is not
-    # found whose name is made of what the mutant changed: it is left to the others.
+    # Before the collection, a usage error is a conftest that cannot be imported. In it, a test is
+    # not found whose name is made of what the mutant changed: it is left to the others.
     unnoticed = [pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED]
     unnoticed += [pytest.ExitCode.USAGE_ERROR] if watch.collects else []
     pipe.send((status not in unnoticed, watch.failed))

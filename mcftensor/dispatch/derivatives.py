@@ -98,11 +98,11 @@ _DERIVATIVES: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
     "erfinv": lambda x, y, format: (
         _exp_of_square(y, 1) * _constant(_half_root_of_pi, format, x.device)
     ),
-    "deg2rad": lambda x, y, format: torch.ones_like(x) * _constant(
-        lambda bits: exact.pi(bits) / 180, format, x.device
+    "deg2rad": lambda x, y, format: (
+        torch.ones_like(x) * _constant(lambda bits: exact.pi(bits) / 180, format, x.device)
     ),
-    "rad2deg": lambda x, y, format: torch.ones_like(x) * _constant(
-        lambda bits: 180 / exact.pi(bits), format, x.device
+    "rad2deg": lambda x, y, format: (
+        torch.ones_like(x) * _constant(lambda bits: 180 / exact.pi(bits), format, x.device)
     ),
     "sigmoid": _slope_of_sigmoid,
     "tanh": _slope_of_tanh,
@@ -191,7 +191,9 @@ def _lerp(format: Format, x: Tensor, end: Tensor, weight: Any) -> Tensor:
     return torch.lerp(x, end, _whole_number(weight, format, x.device) if is_number else weight)
 
 
-def _spread(function: Callable[..., Any], format: Format, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _spread(
+    function: Callable[..., Any], format: Format, x: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Return a variance or deviation, alone or with the mean.
 
     PyTorch's derivative has 2 / (n - correction) as a float64 number.
@@ -202,7 +204,9 @@ def _spread(function: Callable[..., Any], format: Format, x: Tensor, *args: Any,
     if args and isinstance(args[0], bool):
         (unbiased,) = args
     elif args:
-        dim, unbiased, keepdim = (*args, *(unbiased, keepdim)[len(args) - 1 :])
+        dim = args[0]
+        unbiased = args[1] if len(args) > 1 else unbiased
+        keepdim = args[2] if len(args) > 2 else keepdim
     correction = kwargs.get("correction", 1) if unbiased is None else int(unbiased)
     dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     places = sorted({d % max(x.dim(), 1) for d in dims}) if x.dim() else []
@@ -218,7 +222,12 @@ def _spread(function: Callable[..., Any], format: Format, x: Tensor, *args: Any,
 
 
 def _lp_pool(
-    pool: Callable[..., Tensor], format: Format, x: Tensor, norm_type: float, *args: Any, **kwargs: Any
+    pool: Callable[..., Tensor],
+    format: Format,
+    x: Tensor,
+    norm_type: float,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """Return roots of sums of powers; PyTorch rounds the exponent of the root."""
     if math.isinf(norm_type) or norm_type == 1:

@@ -228,7 +228,7 @@ def _elu_backward(
     grad: Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: Tensor
 ) -> Tensor:
     inner = torch.where(x > 0, torch.zeros_like(x), x)
-    slope = like(x, Fraction(alpha) * Fraction(scale))
+    slope: Tensor = like(x, Fraction(alpha) * Fraction(scale))
     slope = inner + slope if is_result else torch.exp(inner * input_scale) * slope
     return torch.where(x > 0, grad * scale, grad * input_scale * slope)
 

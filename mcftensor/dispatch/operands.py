@@ -234,7 +234,7 @@ def stored_in(
 def entered(operand: Any, device: torch.device) -> tuple[Format, list[Tensor]]:
     """Return a plain operand or a number as components of a format on a device."""
     if isinstance(operand, Number):
-        name, terms = number_terms(operand, device)
+        name, terms = number_terms(operand, device)  # type: ignore[arg-type]
         return named(name), [on_device(x, device) for x in terms]
     x = plain(operand)
     return PLAIN[x.dtype], [on_device(x, device) if x.dim() == 0 else x]

@@ -106,7 +106,8 @@ class WidenedArguments:
     def _of_differences(self, result: Any) -> Any:
         """Return the results of a function of differences on all terms, if there are rests."""
         func, args, kwargs = self.call
-        if func not in differences.OF_SPREADS and not _are_rests(self.rests.values()):
+        is_spread = func in differences.OF_SPREADS and all(x.numel() for x in self.of.values())
+        if not is_spread and not _are_rests(self.rests.values()):
             return result
         return differences.RULES[func](func, named_arguments(func, args, kwargs))
 

@@ -189,7 +189,7 @@ def _batch_norm(x: Any, weight: Any, bias: Any, *how: Any) -> tuple[Unrounded, T
     return result, *_saved(mean, inverse, a.exponent)
 
 
-def _running(running_mean: Any, running_variance: Any, eps: float, exponent: Tensor) -> Any:
+def _running(running_mean: Any, running_variance: Any, eps: float, exponent: Any) -> Any:
     """Return running means and inverse deviations in units of data."""
     mean = Unrounded(number(running_mean).plain(), -exponent).plain()
     variance = Unrounded(number(running_variance).plain(), -exponent * 2).plain()

@@ -339,9 +339,10 @@ class ComponentTensor(torch.Tensor):
             if plain is not value:
                 step.gradients[id(self)] = plain, value
                 value = plain
-        elif step is None and type(value) is type(self) and self.grad_dtype is not None:
-            if value._format.dtype != self.grad_dtype:
-                value = value._collapsed(self.grad_dtype)  # as of zeros_like(p)
+        elif step is None and type(value) is type(self):
+            wanted = self.grad_dtype
+            if wanted not in (None, value._format.dtype):
+                value = value._collapsed(wanted)  # as of zeros_like(p)
         with torch._C.DisableTorchFunctionSubclass():
             if _SETS_UNTRACED and is_compiling():
                 _set_grad(self, value)

@@ -384,9 +384,7 @@ def updating(operation: Any, target: Any, source: Tensor) -> None:
             "other terms of x. Copy the result as it is, x.copy_(y), or cast it to the format, "
             "y.to(x.format)"
         )
-    message = (
-        f"{operation.overloadpacket.__name__}: a plain {source.dtype} tensor {about}{repair}"
-    )
+    message = f"{operation.overloadpacket.__name__}: a plain {source.dtype} tensor {about}{repair}"
     if action == "raise":
         line.copies -= 1  # the next copy raises, too
         raise RoundedError(message)

@@ -232,9 +232,11 @@ def of_numbers(data: Any) -> Tensor:
 def _long_ints(data: Any) -> Tensor | None:
     """Return numbers in all their bits if ints that float64 does not hold are among them."""
     found = np.asarray(data)
-    if found.dtype.kind not in "iufO" or isinstance(data, np.ndarray) and found.dtype.kind == "f":
+    if found.dtype.kind not in "iufO" or (isinstance(data, np.ndarray) and found.dtype.kind == "f"):
         return None
-    if found.dtype.kind != "O" and not (found.size and abs(found.astype(np.float64)).max() >= 2**53):
+    if found.dtype.kind != "O" and not (
+        found.size and abs(found.astype(np.float64)).max() >= 2**53
+    ):
         return None
     numbers = np.array(data, dtype=object)
     if not any(map(is_long, numbers.flat)):

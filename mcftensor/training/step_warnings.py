@@ -68,10 +68,10 @@ class PlainParameterWarning(UserWarning):
 
     They are of 16 bits in a model of expansions: they were frozen when `as_expansion` was called
     with it, or were added since. Or they came into the optimizer after it had stepped expansions,
-    or are made of one, as by `torch.cat((p, new))`, which moves leading terms. Or they were rounded when `load_state_dict` gave them expansions,
-    and `as_expansion` was not called afterwards; or `as_plain` made them plain in the middle of a
-    training. Raised once for each parameter, before the first
-    step on it, and by `collage`.
+    or are made of one, as by `torch.cat((p, new))`, which moves leading terms. Or they were rounded
+    when `load_state_dict` gave them expansions, and `as_expansion` was not called afterwards; or
+    `as_plain` made them plain in the middle of a training. Raised once for each parameter, before
+    the first step on it, and by `collage`.
     """
 
 
@@ -282,9 +282,9 @@ _REPAIRS = {
 def _after_step(optimizer: Optimizer) -> None:
     """Warn of narrow states after a step that has made states, or makes none.
 
-    A state in the shape of its parameter is an expansion, or plain because a mode says so, or a copy
-    of the gradient, or from before the conversion of its parameter, or made in the dtype of its
-    gradient.
+    A state in the shape of its parameter is an expansion, or plain because a mode says so, or a
+    copy of the gradient, or from before the conversion of its parameter, or made in the dtype of
+    its gradient.
     """
     if not optimizer.state and all(p.grad is None for p in parameters_of(optimizer)):
         return
@@ -318,16 +318,18 @@ def _after_step(optimizer: Optimizer) -> None:
 def _is_gradient(x: Tensor, p: Tensor) -> bool:
     """Return whether a state is the gradient of this step, or its negative, which loses nothing."""
     g = p.grad
-    is_plain = type(g) is Tensor and g.dtype == x.dtype and g.shape == x.shape and not is_fake(g)
-    return is_plain and (torch.equal(x, g) or torch.equal(x, -g))  # type: ignore[operator,arg-type]
+    if type(g) is not Tensor or g.dtype != x.dtype or g.shape != x.shape or is_fake(g):
+        return False
+    return torch.equal(x, g) or torch.equal(x, -g)
 
 
 def _warn_of_vanished(optimizer: Optimizer) -> None:
     """Warn of second moments in two float16 terms that are zero beside gradients that are not."""
     found: dict[str, Format] = {}
     for name, _, p in named_parameters_of(optimizer):
-        own, g = optimizer.state.get(p), local(p.grad)
-        for key in SECOND_MOMENTS & (own.keys() if isinstance(own, dict) else set()):
+        state, g = optimizer.state.get(p), None if p.grad is None else local(p.grad)
+        own = state if isinstance(state, dict) else {}
+        for key in SECOND_MOMENTS & own.keys():
             x = local(own[key])
             format = format_of(x)
             if format is None or format.shared or format.dtype is not torch.float16:

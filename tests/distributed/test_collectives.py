@@ -177,5 +177,7 @@ def test_a_sum_of_parameters_as_a_vector():
     parameters = [torch.nn.Parameter(of_rank(rank + i, mcf.bf16x2)) for i in (0, 2)]
     vector = torch.nn.utils.parameters_to_vector(parameters)
     dist.all_reduce(vector)
-    right = sum(exact(torch.cat([of_rank(r, mcf.bf16x2), of_rank(r + 2, mcf.bf16x2)])) for r in (0, 1))
+    right = sum(
+        exact(torch.cat([of_rank(r, mcf.bf16x2), of_rank(r + 2, mcf.bf16x2)])) for r in (0, 1)
+    )
     assert exact(vector.detach()).tolist() == pytest.approx(right.flatten().tolist(), rel=2.0**-15)

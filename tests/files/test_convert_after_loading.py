@@ -412,7 +412,10 @@ def test_a_narrower_format_is_told_by_name(saved, own, is_told):
     assert len(caught) == 1
     before = copy.deepcopy(model.state_dict())
     other = {name: x + 1 for name, x in state.items()}
-    with mcf.when_rounded("raise"), pytest.raises(mcf.errors.RoundedError, match="would be rounded"):
+    with (
+        mcf.when_rounded("raise"),
+        pytest.raises(mcf.errors.RoundedError, match="would be rounded"),
+    ):
         model.load_state_dict(other)
     assert_same_bits(model.state_dict(), before)
     with warnings.catch_warnings():

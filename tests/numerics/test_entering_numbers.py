@@ -261,7 +261,10 @@ def test_ints_of_any_length_enter_whole(format, entry, number):
 @pytest.mark.parametrize("number", [2**100 + 1, -(2**90) - 1])
 def test_ints_beyond_int64(number):
     for format in (mcf.fp64x2, mcf.Format(torch.float64, 3)):
-        for x in (torch.tensor([number], dtype=format), torch.tensor([number, 0], dtype=format)[:1]):
+        for x in (
+            torch.tensor([number], dtype=format),
+            torch.tensor([number, 0], dtype=format)[:1],
+        ):
             assert mcf.exact.to_fraction(x) == [number]
     x = torch.zeros(2, dtype=mcf.fp64x2)
     x[1] = number

@@ -40,7 +40,7 @@ WRITES = {
     "_foreach_addcmul_": lambda e, w: torch._foreach_addcmul_([e], [w], [w], value=0.1),
     "_foreach_copy_": lambda e, w: torch._foreach_copy_([e], [w]),
     "add(out=)": lambda e, w: torch.add(e, w, alpha=0.01, out=e),
-    "lerp(out=)": lambda e, w: torch.lerp(e, w.to(e.dtype) if type(w) is torch.Tensor else w, 0.01, out=e),
+    "lerp(out=)": lambda e, w: torch.lerp(e, w, 0.01, out=e),
 }  # fmt: skip
 
 

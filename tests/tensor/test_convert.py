@@ -403,7 +403,9 @@ def shared(kind):
 def test_memory_shared_in_part_is_refused_by_name(kind):
     model = shared(kind)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"a\.\w+ of shape .*share a part of their memory.*overrides"):
+    with pytest.raises(
+        ValueError, match=r"a\.\w+ of shape .*share a part of their memory.*overrides"
+    ):
         mcf.as_expansion(model)
     assert_same_bits(model.state_dict(), before)
     assert not any(isinstance(x, mcf.MCFTensor) for x in model.parameters())

@@ -1,4 +1,4 @@
-"""Another thread that copies a tensor gets the numbers before or after a write, never parts of both."""
+"""Another thread that copies a tensor gets the numbers before or after a write, never of both."""
 
 import copy
 import threading
@@ -85,7 +85,9 @@ def test_a_write_takes_the_lock(format, way):
     assert any(not torch.equal(a, b) for a, b in zip(p.components, before, strict=True))
 
 
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
+)
 @pytest.mark.parametrize("mode", ["full", "compact"])
 @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16i8], ids=str)
 def test_a_step_takes_the_lock(format, mode, options):

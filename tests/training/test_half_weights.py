@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn import functional as F
 
 import mcftensor as mcf
@@ -130,7 +131,6 @@ def test_states_of_a_float32_run(format, mode):
 @pytest.mark.parametrize("format", [mcf.fp16i16, mcf.fp16i8], ids=str)
 def test_a_run_resumed_by_distributed_checkpoints(format, mode):
     """`get_state_dict` and `set_state_dict`, into an optimizer that has states and a fresh one."""
-    from torch.distributed.checkpoint import state_dict as dcp
 
     def made():
         model = mcf.as_expansion(nn.Linear(40, 40), format)

@@ -183,7 +183,7 @@ SURGERIES = {
     "where": lambda p, new: torch.where(torch.ones(2, 3, dtype=torch.bool), p, new),
     "index_put": lambda p, new: p.index_put((torch.tensor([1]),), new[:1]),
     "scatter": lambda p, new: p.scatter(0, torch.ones(1, 3, dtype=torch.int64), new),
-    "block_diag": lambda p, new: torch.block_diag(p, new),
+    "block_diag": torch.block_diag,
     "masked_scatter": lambda p, new: p.masked_scatter(new == 0, new),
     "select_scatter": lambda p, new: p.select_scatter(new[0], 0, 1),
 }
@@ -220,7 +220,9 @@ class TestSurgery:
             else:
                 optimizer.state.clear()
                 optimizer.param_groups[0]["params"][0] = q
-            match = r"plain torch\.bfloat16, .*made of expansions.*torch\.cat\(\[mcf\.as_expansion\(p\)"
+            match = (
+                r"plain torch\.bfloat16, .*made of expansions.*torch\.cat\(\[mcf\.as_expansion\(p\)"
+            )
             if is_told:
                 with pytest.warns(mcf.errors.PlainParameterWarning, match=match) as caught:
                     self.steps(q, optimizer, 10)
@@ -231,7 +233,10 @@ class TestSurgery:
                 assert 0.998 < mcf.as_plain(q.detach(), torch.float64).flatten()[0] < 0.9986
 
     def test_a_plain_parameter_beside_expansions_from_the_start(self):
-        parameters = [nn.Parameter(mcf.as_expansion(torch.ones(2))), nn.Parameter(torch.ones(2).half())]
+        parameters = [
+            nn.Parameter(mcf.as_expansion(torch.ones(2))),
+            nn.Parameter(torch.ones(2).half()),
+        ]
         optimizer = torch.optim.SGD(parameters, lr=1e-3)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -239,5 +244,7 @@ class TestSurgery:
                 self.steps(q, optimizer, 2)
         late = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
         optimizer.add_param_group({"params": [late]})
-        with pytest.warns(mcf.errors.PlainParameterWarning, match=r"came in .*: one of shape \(2,\)"):
+        with pytest.warns(
+            mcf.errors.PlainParameterWarning, match=r"came in .*: one of shape \(2,\)"
+        ):
             self.steps(late, optimizer, 2)

@@ -161,25 +161,26 @@ def test_raised_elements_have_a_scale_apart():
     assert step_warnings.raised_blocks(v) is None
 
 
+def taken(p, optimizer, sizes):
+    """Take a step with each of these gradients at one place, and ones elsewhere."""
+    for size in sizes:
+        p.grad = torch.ones_like(mcf.as_plain(p))
+        p.grad[PLACE] = size
+        optimizer.step()
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("size", [1e30, math.inf, math.nan])
 def test_steps_without_a_meter_warn_soon(path, size):
     """Of 32 second moments, 31 are raised by the one that is infinite, and their weights stand."""
     p = nn.Parameter(mcf.as_expansion(torch.ones(4, 64), mcf.bf16i8))
     optimizer = mcf.collage(torch.optim.AdamW([p], lr=1e-3, **PATHS[path]), "compact")
-
-    def steps(count, size=1.0):
-        for _ in range(count):
-            p.grad = torch.ones_like(mcf.as_plain(p))
-            p.grad[PLACE] = size
-            optimizer.step()
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        steps(40)
-    with pytest.warns(mcf.errors.SaturationWarning, match=r"exp_avg_sq of 0\.0 .* 1 block") as caught:
-        steps(1, size)
-        steps(39)
+        taken(p, optimizer, [1.0] * 40)
+    match = r"exp_avg_sq of 0\.0 .* 1 block"
+    with pytest.warns(mcf.errors.SaturationWarning, match=match) as caught:
+        taken(p, optimizer, [size] + [1.0] * 39)
     assert len(caught) == 1
 
 
@@ -198,18 +199,10 @@ def test_steps_without_a_meter_warn_of_raised_neighbours():
     """A gradient of 1e15 is not too large for the format, but for its block."""
     p = nn.Parameter(mcf.as_expansion(torch.ones(16, 64), mcf.bf16i8))
     optimizer = mcf.collage(torch.optim.AdamW([p], lr=1e-3, fused=True), "compact")
-
-    def steps(count, size=1.0):
-        for _ in range(count):
-            p.grad = torch.ones_like(mcf.as_plain(p))
-            p.grad[PLACE] = size
-            optimizer.step()
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        steps(300)
+        taken(p, optimizer, [1.0] * 300)
     match = r"raised to the smallest .*: exp_avg_sq of 0\.0 .* 1 block"
     with pytest.warns(mcf.errors.SaturationWarning, match=match) as caught:
-        steps(1, 1e15)
-        steps(300)
+        taken(p, optimizer, [1e15] + [1.0] * 300)
     assert len(caught) == 1

@@ -404,9 +404,10 @@ def test_a_line_is_looked_at_a_few_times(lines, monkeypatch):
     assert line.memory is None
 
 
-def decayed(x):
+def decayed(x, times=1):
     """The idiom of updates in float32, with the cast back to the dtype of one term."""
-    x.copy_((x.float() * (1 - 1e-3)).to(x.dtype))
+    for _ in range(times):
+        x.copy_((x.float() * (1 - 1e-3)).to(x.dtype))
 
 
 @torch.no_grad()
@@ -416,8 +417,7 @@ def test_a_cast_to_the_dtype_warns_whatever_it_is_written_to(format, role):
     x = mcf.as_expansion(torch.ones(8), format)
     x = nn.Parameter(x) if role == "parameter" else x
     with pytest.warns(mcf.errors.RoundedWarning, match=rf"copied over a {role} in {format.name}"):
-        for _ in range(6):
-            decayed(x)
+        decayed(x, 6)
     assert exact(x).mean().item() == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -426,16 +426,20 @@ def test_a_cast_to_the_dtype_warns_whatever_it_is_written_to(format, role):
     assert exact(x).mean().item() == pytest.approx(0.999**6, rel=2.0**-14)
 
 
+def written(x, numbers):
+    """Write numbers by one line; None is a decay by the cast."""
+    for new in numbers:
+        x.copy_((x.float() * (1 - 1e-3) if new is None else new).to(x.dtype))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("role", ["value", "parameter"])
 def test_a_line_that_did_something_else_before(lines, role):
     x = mcf.as_expansion(torch.ones(8), mcf.bf16x2)
     x = nn.Parameter(x) if role == "parameter" else x
-    numbers = [torch.rand(8) for _ in range(20)] + [None] * 700
+    numbers = [torch.rand(8) for _ in range(20)]
     with pytest.warns(mcf.errors.RoundedWarning, match="hardly differs"):
-        for new in numbers:
-            new = (x.float() * (1 - 1e-3) if new is None else new).to(x.dtype)
-            x.copy_(new)
+        written(x, numbers + [None] * 700)
 
 
 @torch.no_grad()
