@@ -23,7 +23,7 @@ from mcftensor.checkpoint.module_hooks import (
     store_as_terms,
 )
 from mcftensor.dispatch.format_as_dtype import cast
-from mcftensor.dispatch.operands import is_wrapped, value_in
+from mcftensor.dispatch.operands import is_transformed, value_in
 from mcftensor.dispatch.registry import implements
 from mcftensor.formats import (
     Format,
@@ -154,7 +154,7 @@ def as_expansion(
     if rules is not None and isinstance(obj, Tensor):
         return rules.convert(obj.detach(), found)
     _require_convertible("the tensor", obj)
-    if is_wrapped(obj):
+    if is_transformed(obj):
         return cast(obj, found or default_format(obj.shape))  # type: ignore[return-value]
     if obj.grad_fn is not None:
         raise ValueError(

@@ -70,6 +70,7 @@ def torch_function(
                 return result
     if is_eager and args and not isinstance(args[0], MCFTensor):
         args = conversions.for_plain_target(func, args)
+    args = conversions.with_wide_inputs(func, args)
     if not kwargs and func not in WHOLE and func not in _BEFORE_TORCH:
         return _without_function(func, types, args)
     kwargs = kwargs or {}

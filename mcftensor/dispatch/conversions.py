@@ -11,10 +11,12 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.dispatch.format_as_dtype import cast
-from mcftensor.dispatch.operands import is_wrapped, mapped
-from mcftensor.dispatch.torch_functions import converted
+from mcftensor.dispatch.operands import expansions, is_wrapped, mapped
+from mcftensor.dispatch.torch_functions import FUNCTIONS, converted
 from mcftensor.formats import PLAIN
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.implicit_rounding import holds
@@ -129,6 +131,25 @@ BEFORE_TORCH: dict[Any, Callable[..., Any]] = {
     torch._pack_padded_sequence: _pack_padded_sequence,
     torch._pad_packed_sequence: _pad_packed_sequence,
 }
+
+
+_PRODUCTS = FUNCTIONS | {torch.einsum, torch.functional.einsum, torch.addmv, torch.dot}
+
+
+def with_wide_inputs(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a product of values in storage formats, with 16-bit inputs in
+    float32.
+
+    Products have float32 results, and PyTorch's gradient multiplies theirs by the inputs.
+    """
+    if func not in _PRODUCTS or not torch.is_grad_enabled():
+        return args
+    found = [x for x in expansions(args) if not x._has_rules]
+    if not any(x._format.arithmetic == "numbers" and x.acts_as == "value" for x in found):
+        return args
+    return mapped(
+        lambda x: x.float() if type(x) in (Tensor, Parameter) and x.dtype in NARROW else x, args
+    )
 
 
 def for_plain_target(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mcftensor.dispatch.beyond_float64 import SPACED
 from mcftensor.dispatch.default_handler import PRECISION
 from mcftensor.dispatch.in_float64 import WIDE
-from mcftensor.dispatch.operands import is_wrapped, leaves, value_of
+from mcftensor.dispatch.operands import is_transformed, leaves, value_of
 from mcftensor.dispatch.torch_functions import converted
 from mcftensor.formats import PLAIN, Format, named
 from mcftensor.kernels.without_float64 import PAIR, has_float64, without
@@ -46,7 +46,7 @@ def cast(
     if not x.is_floating_point():
         return on_local(value_of, x, format)
     format.require(x)
-    if is_wrapped(x) or (torch.is_grad_enabled() and x.requires_grad):
+    if is_transformed(x) or (torch.is_grad_enabled() and x.requires_grad):
         if format_of(x) is not None:
             raise ValueError(
                 f"to: an expansion in {x.format.name} of shape {tuple(x.shape)} requires grad, and "  # type: ignore[attr-defined]

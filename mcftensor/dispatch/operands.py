@@ -68,6 +68,14 @@ def is_wrapped(x: Tensor) -> bool:
     )
 
 
+def is_transformed(x: Tensor) -> bool:
+    """Return whether a transform of `torch.func` wraps what is made of a tensor."""
+    return is_wrapped(x) or (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 def leading(tree: Any) -> Any:
     """Return the arguments with every expansion replaced by its leading component."""
     return mapped(lambda x: x.compute_tensor if isinstance(x, MCFTensor) else x, tree)

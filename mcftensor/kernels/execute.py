@@ -229,6 +229,8 @@ def run_alike(
     addresses: Sequence[list[int]],
 ) -> None:
     """`run` for contiguous tensors of one device with known dtypes, lengths and addresses."""
+    if columns.outputs[0][0].is_meta:
+        return
     if _lacks_float64(columns.outputs[0][0].device):
         vectors, outputs = ([list(x) for x in y] for y in (columns.vectors, columns.outputs))
         run(body, dataclasses.replace(columns, vectors=vectors, outputs=outputs))
@@ -244,6 +246,8 @@ def run(body: Body, columns: Columns) -> None:
     A function is recorded and compiled once for each combination of dtypes, so callers must pass
     the same object at every call.
     """
+    if columns.outputs[0][0].is_meta:  # there is nothing to compute
+        return
     with LOCK:
         if _lacks_float64(columns.outputs[0][0].device):
             run_without_float64(partial(_run, *_in_pieces(body, columns)))

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcftensor.patches.table import calls, patch, row
+from mcftensor.patches.table import by_name, calls, patch, row
 from mcftensor.tensor.components import Role, any_format_of, format_of, local
 from mcftensor.tensor.implicit_rounding import narrowing, saying_itself
 from mcftensor.tensor.pickling import attributes_of_users
+from mcftensor.tensor.step_context import in_step
 from mcftensor.tensor.step_tensors import PendingTensor, TapedTensor, resolved
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -243,6 +244,34 @@ def _telling_what_is_loaded(load: Callable[..., None]) -> Callable[..., None]:
             calls.after_loading(self, state_dict, prefix)
 
     return load_own
+
+
+@patch(
+    "torch.nn.utils.parametrize.remove_parametrizations",
+    why="The weight that remains is computed from the leading terms of the parameters that it had, "
+    "as in a forward pass.",
+    loss="remove_parametrizations leaves a plain weight, rounded; convert the module again.",
+    takes=("module", "tensor_name", "leave_parametrized"),
+)
+@by_name
+def _leaving_all_terms(remove: Callable[[], nn.Module], given: dict[str, Any]) -> nn.Module:
+    module, name = given["module"], given["tensor_name"]
+    parts = getattr(module, "parametrizations", {})
+    held = [*parts[name].parameters()] if name in parts else []
+    formats = {x.shape: format for x in held if (format := format_of(x)) is not None}
+    if not formats or not given.get("leave_parametrized", True):
+        return remove()
+    with torch.no_grad():  # within a step parameters are values
+        whole = in_step(lambda step: resolved(getattr(module, name)))
+    remove()
+    left = getattr(module, name)
+    if format_of(left) is not None:
+        with torch.no_grad():
+            left.copy_(whole)
+    elif name in module._parameters:
+        kept = whole.to(format_of(whole) or formats.get(whole.shape) or next(iter(formats.values())))
+        module._parameters[name] = nn.Parameter(kept, left.requires_grad)
+    return module
 
 
 @patch(

@@ -1,7 +1,8 @@
-"""Hooks by which `fully_shard` gathers shards with shared scales.
+"""Hooks by which `fully_shard` gathers shards of storage formats.
 
-FSDP gathers other formats by their leading component. It tests with `hasattr` before each
-all-gather whether a shard has hooks.
+FSDP gathers the others by their leading component; on one rank it copies them, which rounds, and
+only of terms the leading one is the number rounded. It tests with `hasattr` before each all-gather
+whether a shard has hooks.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def _available_if(condition: Callable[[Any], bool]) -> Callable[[Callable[..., A
     return lambda method: _AvailableIf(condition, method)
 
 
-def _shares_scales(x: GatheredTensor) -> bool:
-    return x._format.computes_as is not None
+def _is_stored(x: GatheredTensor) -> bool:
+    return x._format.arithmetic == "numbers"
 
 
 def _is_gathered(x: GatheredTensor) -> bool:
@@ -45,7 +46,7 @@ def _is_gathered(x: GatheredTensor) -> bool:
     After forward, FSDP can keep the plain parameter sharded over a smaller group. The module then
     holds that plain tensor, and FSDP gathers it instead.
     """
-    if not _shares_scales(x):
+    if not _is_stored(x):
         return False
     module, name, identity = x._shard_of or (None, "", 0)
     held = None if module is None or identity != id(x) else module()
@@ -84,7 +85,7 @@ class GatheredTensor(ComponentTensor):
             own = F.pad(own, [*[0] * (2 * own.dim() - 1), missing])
         return (own,), None
 
-    @_available_if(_shares_scales)
+    @_available_if(_is_stored)
     def fsdp_post_all_gather(
         self,
         outputs: tuple[Tensor, ...],

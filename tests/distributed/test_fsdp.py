@@ -739,3 +739,17 @@ def test_on_gpus(name):
             mcf.collage(optimizer, "plus").step()
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("format", [mcf.bf16i8, mcf.bf16i16, mcf.fp16i8, mcf.e4m3i8, mcf.bf16x2])
+@on_ranks(1)
+def test_one_rank_computes_with_the_weights_of_the_model(format):
+    """FSDP copies the shard then; of tails of 8 bits some are halfway to another leading term."""
+    torch.manual_seed(0)
+    model = mcf.as_expansion(nn.Linear(64, 64, bias=False), format)
+    sharded = copy.deepcopy(model)
+    fully_shard(sharded)
+    x = torch.randn(8, 64).to(model.weight.dtype)
+    assert torch.equal(sharded(x), model(x))
+    sharded.unshard()
+    assert torch.equal(sharded.weight.detach(), model.weight.compute_tensor.detach())
