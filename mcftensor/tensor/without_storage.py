@@ -58,11 +58,16 @@ class AddressedTensor(ComponentTensor):
             given = (
                 value.format.name if isinstance(value, ComponentTensor) else f"plain {value.dtype}"
             )
+            resized = (
+                ". To resize, as resize_token_embeddings does, do it before "
+                "mcf.as_expansion(model), or grow a value, which keeps all terms: "
+                "module.weight = nn.Parameter(torch.cat([mcf.as_expansion(weight), rows]))"
+            )
             raise TypeError(
                 f"data: an expansion in {self._format.name} of shape {tuple(self.shape)} cannot "
                 f"take the data of a {given} tensor of shape {tuple(value.shape)}. To leave the "
                 "format, use mcf.as_plain(module) or mcf.as_plain(tensor, dtype); to assign "
-                "values, copy_()"
+                f"values, copy_(){resized if value.shape != self.shape else ''}"
             )
         if value.shape != self.shape or value.device != self.device:
             raise ValueError(

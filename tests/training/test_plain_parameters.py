@@ -248,3 +248,17 @@ class TestSurgery:
             mcf.errors.PlainParameterWarning, match=r"came in .*: one of shape \(2,\)"
         ):
             self.steps(late, optimizer, 2)
+
+
+def test_an_embedding_is_resized_as_the_error_says():
+    """`resize_token_embeddings` of transformers assigns data of another shape."""
+    layer = mcf.as_expansion(nn.Embedding(6, 4), mcf.bf16i16)
+    with torch.no_grad():
+        layer.weight.mul_(1 + 2.0**-12)
+    before = mcf.as_plain(layer.weight.detach(), torch.float32)
+    rows = torch.zeros(2, 4, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"To resize, .* nn\.Parameter\(torch\.cat\(\[mcf\.as_exp"):
+        layer.weight.data = torch.cat([layer.weight.detach(), rows])
+    layer.weight = nn.Parameter(torch.cat([mcf.as_expansion(layer.weight), rows]))
+    assert layer.weight.format == mcf.bf16i16
+    assert torch.equal(mcf.as_plain(layer.weight.detach(), torch.float32)[:6], before)
