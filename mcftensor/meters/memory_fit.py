@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import os
 import re
@@ -198,6 +199,7 @@ def _configured(source: str) -> dict[str, Tensor]:
             f"{source}: transformers makes models from configurations, and is not installed; give "
             "the shapes of parameters, such as 4096x4096 or 32:4096x11008"
         ) from None
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # of its tries without a network
     try:
         config = transformers.AutoConfig.from_pretrained(source)
         named = (getattr(transformers, name, None) for name in config.architectures or ())
