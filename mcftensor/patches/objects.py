@@ -269,7 +269,9 @@ def _leaving_all_terms(remove: Callable[[], nn.Module], given: dict[str, Any]) -
         with torch.no_grad():
             left.copy_(whole)
     elif name in module._parameters:
-        kept = whole.to(format_of(whole) or formats.get(whole.shape) or next(iter(formats.values())))
+        kept = whole.to(
+            format_of(whole) or formats.get(whole.shape) or next(iter(formats.values()))
+        )
         module._parameters[name] = nn.Parameter(kept, left.requires_grad)
     return module
 

@@ -283,11 +283,11 @@ class TestArithmetic:
         if propagates(format):
             assert isinstance(found, mcf.scaling.ScaledTensor)
             assert_near(found, expected, 4 * 2.0**-format.lead.precision)
-        elif stores(format):
+        elif stores(format) and not (do is OUT_OF_PLACE["where"] and not format.shared):
             assert type(found) is torch.Tensor
             assert found.dtype == format.result.dtype
             assert_near(found, expected, 4 * torch.finfo(found.dtype).eps)
-        else:
+        else:  # a choice among numbers of a storage format moves them
             assert found.format is format
             assert_near(found, expected, loss(format))
         assert contract.bits(x) == before

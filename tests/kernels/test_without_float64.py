@@ -401,7 +401,7 @@ def test_equations_of_a_bad_condition():
         left = a @ torch.linalg.inv(a)
     off = max(abs(p - (i % (n + 1) == 0)) for i, p in enumerate(exactly(left)))
     assert 0 < off < Fraction(1, 2**44) * 2 * 10**10
-    large = torch.tensor([[1.0, 1.0], [1.0, 1.0 + 2.0**-46]], dtype=torch.float64)
+    large = torch.tensor([[1.0, 1.0], [1.0, 1.0 + 2.0**-47]], dtype=torch.float64)
     large = mcf.as_expansion(large, mcf.fp32x2)
     with no_float64(), pytest.raises(torch.linalg.LinAlgError, match="estimated condition"):
         torch.linalg.inv(large)

@@ -243,6 +243,7 @@ def _set(x, index, n):
     return x
 
 
+@pytest.mark.thinned(of=5)
 @pytest.mark.parametrize("number", [BEYOND, -BEYOND, 2**62 + 2**9 - 1, 2**53 - 1, 3])
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("format", HOLDING, ids=str)

@@ -44,6 +44,7 @@ WRITES = {
 }  # fmt: skip
 
 
+@pytest.mark.thinned(of=5)
 @pytest.mark.parametrize("way", ["no_grad", "inference_mode", "detach", "data", "no gradients"])
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("format", FORMATS, ids=str)

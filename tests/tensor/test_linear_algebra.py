@@ -203,9 +203,14 @@ def test_a_condition_beyond_the_format_is_named(format):
         with pytest.raises(torch.linalg.LinAlgError, match=r"estimated condition of \d\.\de\+"):
             call()
     ones = mcf.as_expansion(torch.ones(3, 3, dtype=torch.float64), format)
-    for call in (lambda: torch.linalg.inv(ones), lambda: torch.linalg.qr(ones)):
-        with pytest.raises(torch.linalg.LinAlgError, match="condition"):
-            call()
+    with pytest.raises(torch.linalg.LinAlgError, match="condition"):
+        torch.linalg.qr(ones)
+    with pytest.raises(torch.linalg.LinAlgError, match="element 2 is zero"):
+        torch.linalg.inv(ones)
+    inverse, info = torch.linalg.inv_ex(torch.stack([ones, torch.eye(3, dtype=format)]))
+    assert info.tolist() == [2, 0]
+    assert torch.isnan(inverse[0]).all()
+    assert mcf.as_plain(inverse[1], torch.float64).equal(torch.eye(3, dtype=torch.float64))
     infinite = mcf.as_expansion(torch.full((2, 2), torch.inf, dtype=torch.float64), format)
     with pytest.raises(torch.linalg.LinAlgError, match="finite"):
         torch.linalg.inv(infinite)

@@ -20,6 +20,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("product", PRODUCTS)

@@ -30,6 +30,7 @@ COPIES = {
 }
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.with_float64("as_plain into it is a way to copy")
@@ -65,6 +66,7 @@ WRITES = {
 }
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("way", WRITES)
 @pytest.mark.parametrize("format", FORMATS[:5], ids=str)
 def test_a_write_takes_the_lock(format, way):
