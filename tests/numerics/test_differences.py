@@ -419,3 +419,36 @@ def test_gradients_of_hardsigmoid():
         .max()
         < 1e-14
     )
+
+
+SPREADS = {
+    "var": lambda x: x.var(),
+    "var of rows": lambda x: x.view(1, -1).var(1),
+    "var_mean": lambda x: torch.var_mean(x)[0],
+    "std": lambda x: x.std() ** 2,
+    "std_mean of rows": lambda x: torch.std_mean(x.view(1, -1), 1)[0] ** 2,
+    "layer_norm": lambda x: F.layer_norm(x.view(1, -1), [len(x)], eps=0.0),
+    "group_norm": lambda x: F.group_norm(x.view(1, -1), 1, eps=0.0),
+    "batch_norm": lambda x: F.batch_norm(x.view(-1, 1), None, None, training=True, eps=0.0),
+}
+
+
+@pytest.mark.with_float64("without it, differences are those of two float32 terms")
+@pytest.mark.parametrize("name", SPREADS)
+@pytest.mark.parametrize("format", [mcf.fp32x2, mcf.fp32x3, mcf.fp64x2], ids=str)
+def test_a_mean_that_is_large_beside_the_deviations(format, name):
+    """Of numbers that float64 holds, and whose variance in float64 has 27 bits."""
+    x = mcf.exact.from_exact([10**8 + Fraction(k, 128) for k in (1, 25, 3, 47, 5, 6, 75)], format)
+    numbers = mcf.exact.to_fraction(x)
+    mean = sum(numbers) / 7
+    variance = sum((a - mean) ** 2 for a in numbers) / 6
+    found = mcf.exact.to_fraction(
+        SPREADS[name](x).flatten() if "norm" in name else SPREADS[name](x)
+    )
+    if "norm" not in name:
+        found = found[0] if isinstance(found, list) else found
+        assert abs(found / variance - 1) <= 4 * Fraction(2) ** -format.precision
+        return
+    for a, y in zip(numbers, found, strict=True):  # squared, to be without a root
+        right = (a - mean) ** 2 / (variance * Fraction(6, 7))
+        assert abs(y * y - right) <= 16 * Fraction(2) ** -format.precision * right
