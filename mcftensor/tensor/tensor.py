@@ -13,15 +13,8 @@ from mcftensor.arithmetic.write_counts import count_beside, moved
 from mcftensor.formats import Format, require_format, unmoved
 from mcftensor.formats.format import named
 from mcftensor.kernels.columns import on_device
-from mcftensor.kernels.without_float64 import (
-    PARTS,
-    PIECES,
-    has_float64,
-    is_long,
-    pieces,
-    terms_of_int,
-)
-from mcftensor.passes.format_conversion import odd_number, of_number
+from mcftensor.kernels.without_float64 import PARTS, PIECES, has_float64, is_long
+from mcftensor.passes.format_conversion import number_terms, odd_number, of_number
 from mcftensor.tensor.components import Role, check_components, check_writes, normalized
 from mcftensor.tensor.fsdp_hooks import GatheredTensor
 from mcftensor.tensor.pickling import PickledTensor
@@ -241,12 +234,11 @@ def _long_ints(data: Any) -> Tensor | None:
     numbers = np.array(data, dtype=object)
     if not any(map(is_long, numbers.flat)):
         return None
-    terms = [terms_of_int(int(x)) if is_long(x) else [float(x), 0.0, 0.0] for x in numbers.flat]
-    if not has_float64():
-        terms = [[float(y) for y in pieces(x)] for x in numbers.flat]
+    rows = [[x.item() for x in number_terms(y, None)[1]] for y in numbers.flat]
+    columns = zip(*[[*row, 0.0, 0.0][:3] for row in rows], strict=True)
     name, dtype = (PARTS, torch.float64) if has_float64() else (PIECES, torch.float32)
-    made = [torch.tensor(x, dtype=dtype, device="cpu") for x in zip(*terms, strict=True)]
-    return MCFTensor.of([x.view(numbers.shape) for x in made], named(name))
+    made = [torch.tensor(x, dtype=dtype, device="cpu").view(numbers.shape) for x in columns]
+    return MCFTensor.of(made, named(name))
 
 
 def number_in(
