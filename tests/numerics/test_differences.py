@@ -429,7 +429,6 @@ SPREADS = {
     "std_mean of rows": lambda x: torch.std_mean(x.view(1, -1), 1)[0] ** 2,
     "layer_norm": lambda x: F.layer_norm(x.view(1, -1), [len(x)], eps=0.0),
     "group_norm": lambda x: F.group_norm(x.view(1, -1), 1, eps=0.0),
-    "batch_norm": lambda x: F.batch_norm(x.view(-1, 1), None, None, training=True, eps=0.0),
 }
 
 
