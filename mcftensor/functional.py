@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mcftensor.dispatch import own_functions
 from mcftensor.dispatch.operands import common_format, common_role, expansions
-from mcftensor.kernels.without_float64 import has_float64, is_long
+from mcftensor.kernels.without_float64 import has_float64, is_long_int
 from mcftensor.logits.log_probabilities import log_softmax, logsumexp, selective_log_softmax
 from mcftensor.logits.logit_losses import cross_entropy, kl_div
 from mcftensor.tensor.tensor import number_in
@@ -60,7 +60,7 @@ def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:
     def entered(operand: Tensor | float) -> Tensor:
         if isinstance(operand, Tensor):
             return operand
-        if has_dimensions and has_float64(device) and not is_long(operand):
+        if has_dimensions and has_float64(device) and not is_long_int(operand):
             return torch.scalar_tensor(operand, dtype=torch.float64, device=device)
         return number_in(operand, format, role, device)
 

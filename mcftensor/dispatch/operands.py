@@ -16,7 +16,7 @@ from mcftensor.formats import PLAIN, Format, named
 from mcftensor.formats.promotion import longest_format
 from mcftensor.kernels import LOCK, marks
 from mcftensor.kernels.columns import is_bare, on_device
-from mcftensor.kernels.without_float64 import is_long, widest
+from mcftensor.kernels.without_float64 import is_long_int, widest
 from mcftensor.passes.format_conversion import collapse, key_for, number_terms, recode
 from mcftensor.passes.operators import Number
 from mcftensor.tensor.components import COMPONENTS, Role, local, placed_like
@@ -185,15 +185,15 @@ def plain(operand: Any) -> Tensor:
         require_dense(operand)
         return operand
     require_numbers([operand])
-    dtype = torch.int64 if is_long(operand) else widest()  # as much as its formats represent
+    dtype = torch.int64 if is_long_int(operand) else widest()  # as much as its formats represent
     return torch.scalar_tensor(operand, dtype=dtype, device="cpu")
 
 
 def with_long_ints(columns: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
     """Return columns with ints that float64 does not hold as tensors, which keep all their bits."""
-    if not any(type(x) is int and is_long(x) for column in columns for x in column):
+    if not any(type(x) is int and is_long_int(x) for column in columns for x in column):
         return columns
-    return [[torch.tensor(x, device="cpu") if is_long(x) else x for x in y] for y in columns]
+    return [[torch.tensor(x, device="cpu") if is_long_int(x) else x for x in y] for y in columns]
 
 
 _layout = attrgetter("layout")

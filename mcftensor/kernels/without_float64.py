@@ -101,7 +101,7 @@ class Pieces(NamedTuple):
     rest: Tensor
 
 
-def is_long(x: Any) -> bool:
+def is_long_int(x: Any) -> bool:
     """Return whether a Python number is an int that float64 may not hold."""
     return isinstance(x, int) and not -(2**53) <= x <= 2**53
 
@@ -123,7 +123,7 @@ def terms_of_int(x: int, nearest: Callable[[float], float] = float) -> list[floa
 
 def pieces(x: float, device: torch.device | str = "cpu") -> Pieces:
     """Return a Python number as float32 terms. The first two are the nearest number of two."""
-    if is_long(x):
+    if is_long_int(x):
         terms = terms_of_int(int(x), _nearest)
         return Pieces(*[torch.scalar_tensor(y, dtype=torch.float32, device=device) for y in terms])
     x = float(x)

@@ -23,7 +23,7 @@ from mcftensor.kernels.without_float64 import (
     PARTS,
     PIECES,
     has_float64,
-    is_long,
+    is_long_int,
     pieces,
     terms_of_int,
 )
@@ -63,7 +63,7 @@ def number_terms(x: float, device: torch.device | None) -> tuple[str, list[Tenso
     """
     if not has_float64(device):
         return PIECES, list(pieces(x))
-    numbers = terms_of_int(int(x)) if is_long(x) else [x]
+    numbers = terms_of_int(int(x)) if is_long_int(x) else [x]
     name = PARTS if len(numbers) > 1 else "float64"
     return name, [torch.tensor(y, dtype=torch.float64, device="cpu") for y in numbers]
 

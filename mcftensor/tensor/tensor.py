@@ -13,7 +13,7 @@ from mcftensor.arithmetic.write_counts import count_beside, moved
 from mcftensor.formats import Format, require_format, unmoved
 from mcftensor.formats.format import named
 from mcftensor.kernels.columns import on_device
-from mcftensor.kernels.without_float64 import PARTS, PIECES, has_float64, is_long
+from mcftensor.kernels.without_float64 import PARTS, PIECES, has_float64, is_long_int
 from mcftensor.passes.format_conversion import number_terms, odd_number, of_number
 from mcftensor.tensor.components import Role, check_components, check_writes, normalized
 from mcftensor.tensor.fsdp_hooks import GatheredTensor
@@ -232,7 +232,7 @@ def _long_ints(data: Any) -> Tensor | None:
     ):
         return None
     numbers = np.array(data, dtype=object)
-    if not any(map(is_long, numbers.flat)):
+    if not any(map(is_long_int, numbers.flat)):
         return None
     rows = [[x.item() for x in number_terms(y, None)[1]] for y in numbers.flat]
     columns = zip(*[[*row, 0.0, 0.0][:3] for row in rows], strict=True)
