@@ -269,7 +269,8 @@ class _Mark:
 
     def __init__(self, format: Format, is_gradient: bool, takes_factor: bool) -> None:
         self.kind = kind(format, "value", True, None, is_gradient)
-        self.variable = Variable(self.kind.stored, "tensor", takes_factor)
+        of = format if is_gradient else None
+        self.variable = Variable(self.kind.stored, "tensor", takes_factor, of)
         self.is_stored = format.arithmetic == "numbers"
 
 
@@ -337,7 +338,7 @@ def _move(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
         if type(mark) is int and mark < 0:
             kind, index = own[-1 - mark]
         elif type(mark) is int:
-            kind, index = _kind(trace.variables[mark].format), mark
+            kind, index = _kind_on_tape(trace.variables[mark]), mark
         else:
             kind, index = _kind(mark), len(trace.variables)
             trace = trace.with_variable(_variable(mark))
@@ -359,8 +360,8 @@ def _move(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
 def _move_of_terms(
     trace: Trace, call: _Call, kinds: Sequence[Kind], indices: Sequence[int], begins: Any
 ) -> _Move:
-    if call.in_place and kinds[0].role is None:
-        return _IMPOSSIBLE  # a gradient
+    if call.in_place and (kinds[0].role is None or kinds[0].is_gradient):
+        return _IMPOSSIBLE
     found = plan(call.name, tuple(kinds), call.keywords, kinds[0].format if call.in_place else None)
     assert found is not None
     format = found.expression.format
@@ -438,6 +439,12 @@ def _kind(mark: Any) -> Kind:
     if isinstance(mark, _Mark):
         return mark.kind
     return kind(mark, None if mark.arithmetic == "plain" else "value", True)
+
+
+def _kind_on_tape(variable: Variable) -> Kind:
+    if variable.gradient_of is not None:
+        return kind(variable.gradient_of, "value", True, None, True)
+    return _kind(variable.format)
 
 
 def _variable(mark: Any) -> Variable:

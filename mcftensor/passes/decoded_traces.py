@@ -222,7 +222,7 @@ class Decoded:
 
     def components(self, i: int, rows: Rows) -> list[Column]:
         """Return the components of a variable; allocate memory for results."""
-        format, begins_as, _ = self.trace.variables[i]
+        format, begins_as, *_ = self.trace.variables[i]
         if begins_as == "nothing":
             made = []
             for row in range(rows.first, rows.stop):

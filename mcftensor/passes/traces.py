@@ -53,6 +53,8 @@ class Variable(NamedTuple):
     """Its kind before the first operation; None if an operation makes it."""
     takes_factor: bool = False
     """Whether a multiplication by a number is deferred."""
+    gradient_of: Format | None = None
+    """The format of its parameter, if it is a gradient; results have its terms."""
 
     @property
     def width(self) -> int:
@@ -161,7 +163,7 @@ class Trace:
 
     def _kernel(self, results: tuple[int, ...]) -> tuple[Body, Signature]:
         dtypes: dict[str, list[torch.dtype]] = {"tensor": [], "number": [], "nothing": []}
-        for format, begins_as, _ in self.variables:
+        for format, begins_as, *_ in self.variables:
             dtypes[begins_as] += [x.dtype for x in format.components]
         written = [x.dtype for i in results for x in self.variables[i].format.components]
 
@@ -171,7 +173,7 @@ class Trace:
             left = {"tensor": iter(vectors), "number": map(scalar_tensor, scalars)}
             stored: list[Sequence[Tensor]] = [
                 list(itertools.islice(left.get(begins_as, ()), len(format.components)))
-                for format, begins_as, _ in self.variables
+                for format, begins_as, *_ in self.variables
             ]
             entered: dict[tuple[int, Numbers], Number] = {}
             for name, format, operands, target, *_ in self.operations:

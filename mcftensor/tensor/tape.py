@@ -276,14 +276,14 @@ def _write(
     vectors: list[Column] = []
     scalars: list[Sequence[float]] = []
     components = _beginnings(trace, columns)
-    for (_, begins_as, _), own in zip(trace.variables, components, strict=True):
+    for (_, begins_as, *_), own in zip(trace.variables, components, strict=True):
         if begins_as == "number":
             scalars += [list(map(float, own[0]))]
         else:
             vectors += own
     device = vectors[0][0].device
     for i in results:
-        format, begins_as, _ = trace.variables[i]
+        format, begins_as, *_ = trace.variables[i]
         if begins_as == "nothing":
             references = _references(holders, i)
             made = [
