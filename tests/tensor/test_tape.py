@@ -466,27 +466,3 @@ def test_saving_a_tensor_gives_its_memory_to_nobody():
     assert not waiting(x.mul_(3))
     del shared
     assert waiting(x.mul_(3))
-
-
-@pytest.mark.parametrize("format", [mcf.bf16x3, mcf.fp32x3], ids=str)
-@pytest.mark.parametrize("name", ["mul", "add", "div"])
-def test_a_gradient_has_the_format_of_its_parameter_on_the_tape_too(format, name, at_once):
-    """Beside a shorter format: an earlier operation has put it on the tape."""
-
-    def formats():
-        p = nn.Parameter(mcf.as_expansion(torch.rand(3, 5) + 0.5, format))
-        p.grad = torch.randn(3, 5).to(p.dtype)
-        x = mcf.as_expansion(torch.rand(3, 5) + 0.5, mcf.Format(format.dtype, 2))
-        found = []
-
-        class Stepping(torch.optim.Optimizer):
-            @torch.no_grad()
-            def step(self):
-                fresh = getattr(x, name)(p.grad)
-                x.add_(p.grad)
-                found.extend([fresh.format, getattr(x, name)(p.grad).format])
-
-        Stepping([p], {}).step()
-        return found
-
-    assert formats() == at_once(formats) == [format, format]

@@ -8,6 +8,7 @@ import threading
 import types
 import weakref
 from functools import partial, wraps
+from unittest import mock
 
 import pytest
 import torch
@@ -1049,3 +1050,29 @@ def test_nothing_of_a_step_is_kept_after_it():
     (read,) = in_step(lambda p: [weakref.ref(p.grad)], p)
     gc.collect()
     assert read() is None
+
+
+@pytest.mark.parametrize("format", [mcf.bf16x3, mcf.fp32x3], ids=str)
+@pytest.mark.parametrize("name", ["mul", "add", "div"])
+def test_a_gradient_has_the_format_of_its_parameter_on_the_tape_too(format, name):
+    """Beside a shorter format: an earlier operation has put it on the tape."""
+
+    def formats():
+        p = nn.Parameter(mcf.as_expansion(torch.rand(3, 5) + 0.5, format))
+        p.grad = torch.randn(3, 5).to(p.dtype)
+        x = mcf.as_expansion(torch.rand(3, 5) + 0.5, mcf.Format(format.dtype, 2))
+        found = []
+
+        class Stepping(torch.optim.Optimizer):
+            @torch.no_grad()
+            def step(self):
+                fresh = getattr(x, name)(p.grad)
+                x.add_(p.grad)
+                found.extend([fresh.format, getattr(x, name)(p.grad).format])
+
+        Stepping([p], {}).step()
+        return found
+
+    assert formats() == [format, format]
+    with mock.patch("mcftensor.dispatch.defer.open_tape", return_value=None):
+        assert formats() == [format, format]
