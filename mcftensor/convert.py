@@ -87,9 +87,9 @@ def as_expansion(
     and weights that are tied as a whole stay tied. Parameters that require gradients become
     expansions in the *parameter* role. Frozen parameters and gradients become plain tensors of the
     base dtype, as after `module.to(dtype)`; frozen expansions stay expansions. Cast the inputs, or
-    use autocast.
-    Floating-point buffers keep the precision of float32, in `bf16i16` for bf16 terms. Buffers whose
-    names mark them as averages (as in batch norms) act as values, other buffers as parameters.
+    use autocast. Floating-point buffers keep the precision of float32, in `bf16i16` for bf16 terms.
+    Buffers whose names mark them as averages (as in batch norms) act as values, other buffers as
+    parameters.
 
     Plain parameters that have loaded expansions by `load_state_dict`, and have not been written to
     since, become these expansions, with all terms.

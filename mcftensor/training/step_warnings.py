@@ -435,7 +435,7 @@ def _look_at_scales(optimizer: Optimizer) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    held = {name: local(x.detach()) for name, x in _tensors_of(optimizer).items()}
+    held = {name: local(x) for name, x in _tensors_of(optimizer).items()}
     found = {
         name: x
         for name, x in held.items()
@@ -443,7 +443,8 @@ def _look_at_scales(optimizer: Optimizer) -> None:
     }
     if not found or any(map(is_fake, found.values())):
         return
-    scales = [y.float() for x in found.values() for y in (x.components[i] for i in x.format.shared)]
+    # A view, or `x.components`, would have the next step copy what it may write in place.
+    scales = [x._held()[i].float() for x in found.values() for i in x.format.shared]
     largest = torch.stack(torch._foreach_max(scales)).tolist()
     means = torch.stack([y.mean() for y in scales]).tolist()
     at_limit: dict[str, tuple[int, Tensor]] = {}

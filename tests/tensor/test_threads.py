@@ -53,6 +53,17 @@ def test_a_copy_waits_for_a_write(format, way):
     assert any(not torch.equal(y, z) for y, z in zip(before, new.components, strict=True))
 
 
+def assert_waits(write, p, before):
+    """Call it in another thread; it writes once the lock is free."""
+    thread = threading.Thread(target=write)
+    with LOCK:
+        thread.start()
+        thread.join(0.05)
+        assert all(torch.equal(a, b) for a, b in zip(p.components, before, strict=True))
+    thread.join()
+    assert any(not torch.equal(a, b) for a, b in zip(p.components, before, strict=True))
+
+
 WRITES = {
     "add_": lambda p, y: p.add_(y, alpha=1e-3),
     "_foreach_add_": lambda p, y: torch._foreach_add_([p, p], [y, y], alpha=1e-3),
@@ -78,13 +89,7 @@ def test_a_write_takes_the_lock(format, way):
     def write():
         WRITES[way](p, y)
 
-    thread = threading.Thread(target=write)
-    with LOCK:
-        thread.start()
-        thread.join(0.05)
-        assert all(torch.equal(a, b) for a, b in zip(p.components, before, strict=True))
-    thread.join()
-    assert any(not torch.equal(a, b) for a, b in zip(p.components, before, strict=True))
+    assert_waits(write, p, before)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +103,4 @@ def test_a_step_takes_the_lock(format, mode, options):
     p.grad = torch.ones_like(p)
     optimizer.step()
     before = [x.clone() for x in p.components]
-    thread = threading.Thread(target=optimizer.step)
-    with LOCK:
-        thread.start()
-        thread.join(0.05)
-        assert all(torch.equal(a, b) for a, b in zip(p.components, before, strict=True))
-    thread.join()
-    assert any(not torch.equal(a, b) for a, b in zip(p.components, before, strict=True))
+    assert_waits(optimizer.step, p, before)
