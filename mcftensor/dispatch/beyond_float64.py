@@ -96,12 +96,13 @@ def _moments(
 ) -> tuple[Tensor, Tensor]:
     """Return a function of the deviations from the mean and of their count, and the mean."""
     dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    places = sorted({d % x.dim() for d in dims})
+    places = sorted({d % x.dim() for d in dims}) if x.dim() else []
     if any(x.shape[d] == 0 for d in places):
         nothing = _sum(x, places, keepdim) + math.nan
         return nothing, nothing.clone()
-    first = x[tuple(slice(0, 1 if d in places else None) for d in range(x.dim()))]
-    below = x - first  # exact where elements share their leading terms
+    # A shift changes no derivative; the differences are exact where elements share leading terms.
+    first = x.detach()[tuple(slice(0, 1 if d in places else None) for d in range(x.dim()))]
+    below = x - first
     mean = _mean(below, dim, True)
     count = x.numel() / max(mean.numel(), 1) - (1 if correction is None else correction)
     moment, mean = reduce(below - mean, places, max(count, 0.0)), first + mean
@@ -121,8 +122,8 @@ def _root_of_squares(x: Tensor, dim: Any, count: float = 1.0) -> Tensor:
     return torch.sqrt(_sum(torch.square(x / scale), dim, True) / count) * scale
 
 
-_var_mean = functools.partial(_moments, _mean_of_squares)
-_std_mean = functools.partial(_moments, _root_of_squares)
+var_mean = functools.partial(_moments, _mean_of_squares)
+std_mean = functools.partial(_moments, _root_of_squares)
 
 
 def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
@@ -270,10 +271,10 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "_pdist_forward": _pdist,  # F.pdist
     "_cdist_backward": _cdist_backward,  # gradients of torch.cdist
     "_pdist_backward": _pdist_backward,  # gradients of F.pdist
-    "var_mean": _var_mean,  # torch.var_mean
-    "std_mean": _std_mean,  # torch.std_mean
-    "var": lambda *args, **options: _var_mean(*args, **options)[0],  # x.var
-    "std": lambda *args, **options: _std_mean(*args, **options)[0],  # x.std
+    "var_mean": var_mean,  # torch.var_mean
+    "std_mean": std_mean,  # torch.std_mean
+    "var": lambda *args, **options: var_mean(*args, **options)[0],  # x.var
+    "std": lambda *args, **options: std_mean(*args, **options)[0],  # x.std
     "linalg_vector_norm": _norm,  # x.norm, clip_grad_norm_
     "norm": lambda x, p=2, *others: _norm(x, 2 if p is None else p, *others),  # torch.norm
     "mm": matrix_products.mm,  # x @ y

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mcftensor.arithmetic import exact_constants as exact
+from mcftensor.dispatch import beyond_float64
 from mcftensor.dispatch.elementary import bits_of_constants, by_formula, constant_in, in_longer
 from mcftensor.dispatch.operands import is_wrapped, stored_in
 from mcftensor.formats import Format, named
@@ -208,17 +209,9 @@ def _spread(
         unbiased = args[1] if len(args) > 1 else unbiased
         keepdim = args[2] if len(args) > 2 else keepdim
     correction = kwargs.get("correction", 1) if unbiased is None else int(unbiased)
-    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    places = sorted({d % max(x.dim(), 1) for d in dims}) if x.dim() else []
-    # A shift changes no derivative; the differences are exact where elements are alike.
-    first = x.detach()[tuple(slice(0, 1 if d in places else None) for d in range(x.dim()))]
-    below = x - first
-    mean = below.mean(places, keepdim=True) if places else below
-    count = math.prod(x.shape[d] for d in places) - (1 if correction is None else correction)
-    moment = (below - mean).square().sum(places, keepdim=True) / max(count, 0)
-    moment = torch.sqrt(moment) if "std" in function.__name__ else moment
-    results = [y if keepdim else y.squeeze(places) for y in (moment, first + mean)]
-    return tuple(results) if "mean" in function.__name__ else results[0]
+    moments = beyond_float64.std_mean if "std" in function.__name__ else beyond_float64.var_mean
+    moment, mean = moments(x, dim, correction=correction, keepdim=keepdim)
+    return (moment, mean) if "mean" in function.__name__ else moment
 
 
 def _lp_pool(
