@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcftensor.device_checks.known_results import write_digests
+from mcftensor.tools.known_results import write_digests
 
 if __name__ == "__main__":
     write_digests()

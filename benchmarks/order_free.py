@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from mcftensor.arithmetic.binned_sums import layout_of
-from mcftensor.training.order_free_exchange import BucketSum
-from mcftensor.training.order_free_leaves import Leaves
+from mcftensor.reproducible.binned_sums import layout_of
+from mcftensor.reproducible.order_free_exchange import BucketSum
+from mcftensor.reproducible.order_free_leaves import Leaves
 from speed.machine import describe
 
 BUCKET = 25 * 2**20 // 2  # elements in bf16

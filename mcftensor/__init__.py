@@ -8,11 +8,11 @@ from mcftensor import options as _options  # noqa: F401  # tells mistakes before
 import importlib
 import os
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mcftensor import checkpoint, errors, exact, formats, functional, meters, scaling
+from mcftensor import checkpoint, errors, exact, formats, functional, meters, wings
 from mcftensor.arithmetic import eft, networks
-from mcftensor.checkpoint import apply_deltas, load_file, save_file
+from mcftensor.checkpoint import load_file, save_file
 from mcftensor.convert import as_expansion, as_plain
 from mcftensor.formats import (
     Format,
@@ -43,11 +43,14 @@ from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.implicit_rounding import when_rounded
 from mcftensor.training.accumulation import accumulate_gradients
 from mcftensor.training.collage import collage
-from mcftensor.training.deltas import deltas
 from mcftensor.training.format_change import change_format, prepare
-from mcftensor.training.order_free import order_free_gradients
 from mcftensor.training.precision_schedule import PrecisionSchedule
 from mcftensor.training.step_in_backward import step_in_backward
+
+if TYPE_CHECKING:
+    from mcftensor import scaling
+    from mcftensor.reproducible import order_free_gradients
+    from mcftensor.serving import apply_deltas, deltas
 
 __all__ = [
     "EDQ",
@@ -120,10 +123,21 @@ if os.environ.get("MCFTENSOR_EDQ"):
     _diagnose_process(os.environ["MCFTENSOR_EDQ"])
 
 
+_of_wings = wings.attributes(
+    __name__,
+    {
+        "apply_deltas": "serving",
+        "deltas": "serving",
+        "order_free_gradients": "reproducible",
+        "scaling": "scaling",
+    },
+)
+
+
 def __getattr__(name: str) -> Any:
     place = _MOVED.get(name)
     if place is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _of_wings(name)
     warnings.warn(
         f"mcf.{name} is now mcf.{place}.{name}, and has its old name for one more release",
         DeprecationWarning,

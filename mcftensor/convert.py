@@ -45,10 +45,8 @@ from mcftensor.patches.objects import (
     without_weight_references,
 )
 from mcftensor.patches.optimizers import CHECKED, STEPS
-from mcftensor.scaling.rule_table import rule
-from mcftensor.scaling.scaled_models import unscaled
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.components import Role, format_of, local, on_local
+from mcftensor.tensor.components import Role, any_format_of, format_of, local, on_local
 from mcftensor.training.gradient_hooks import GradientHook
 
 M = TypeVar("M", bound=nn.Module)
@@ -196,7 +194,10 @@ def as_plain(obj: M | Tensor, dtype: torch.dtype | None = None) -> M | Tensor:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"as_plain: {dtype!r} is no floating dtype; give torch.float32, say")
     if isinstance(obj, nn.Module):
-        return unscaled(_module_as_plain(obj, dtype), dtype)
+        for rules in {format.rules for p in obj.parameters() if (format := any_format_of(p))}:
+            if rules is not None:
+                rules.module_as_plain(obj, dtype)
+        return _module_as_plain(obj, dtype)
     if type(obj) is MCFTensor and is_bare():
         return obj._collapsed(dtype or obj._format.dtype)
     if isinstance(obj, Tensor) and isinstance(own := local(obj), MCFTensor):
@@ -212,7 +213,6 @@ def _as_plain(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, copy=True)
 
 
-rule(torch.ops.mcftensor._as_plain.default)(lambda x, dtype: x._collapsed(dtype))
 implements(torch.ops.mcftensor._as_plain.default)(lambda func, x, dtype: x._collapsed(dtype))
 
 

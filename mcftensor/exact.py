@@ -8,12 +8,13 @@ import math
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mcftensor import wings
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.decimals import decimal_of, digits_of
 from mcftensor.formats import (
@@ -24,8 +25,10 @@ from mcftensor.formats import (
     require_format,
 )
 from mcftensor.passes import expansion
-from mcftensor.sums.exact_sums import cumsum, dot, mean, norm, sum
 from mcftensor.tensor import MCFTensor
+
+if TYPE_CHECKING:
+    from mcftensor.reproducible import cumsum, dot, mean, norm, sum
 
 __all__ = [
     "cumsum",
@@ -37,6 +40,10 @@ __all__ = [
     "to_decimal",
     "to_fraction",
 ]
+
+__getattr__ = wings.attributes(
+    __name__, dict.fromkeys(("cumsum", "dot", "mean", "norm", "sum"), "reproducible")
+)
 
 Exact: TypeAlias = int | float | str | Fraction | Decimal
 Nested: TypeAlias = Exact | Sequence["Nested"]

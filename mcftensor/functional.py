@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from mcftensor import wings
 from mcftensor.dispatch import own_functions
 from mcftensor.dispatch.operands import common_format, common_role, expansions
 from mcftensor.kernels.without_float64 import has_float64, is_long_int
-from mcftensor.logits.log_probabilities import log_softmax, logsumexp, selective_log_softmax
-from mcftensor.logits.logit_losses import cross_entropy, kl_div
 from mcftensor.tensor.tensor import number_in
+
+if TYPE_CHECKING:
+    from mcftensor.reproducible import (
+        cross_entropy,
+        kl_div,
+        log_softmax,
+        logsumexp,
+        selective_log_softmax,
+    )
 
 __all__ = [
     "cbrt",
@@ -24,6 +34,10 @@ __all__ = [
     "selective_log_softmax",
     "sinpi",
 ]
+
+
+_OF_LOGITS = ("cross_entropy", "kl_div", "log_softmax", "logsumexp", "selective_log_softmax")
+__getattr__ = wings.attributes(__name__, dict.fromkeys(_OF_LOGITS, "reproducible"))
 
 
 def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:

@@ -1,8 +1,9 @@
-"""The options of the command line, without PyTorch, which takes seconds to import."""
+"""Options and output of the command line, without PyTorch, which takes seconds to import."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -143,6 +144,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--device", default="cpu", metavar="NAME", help="(default: cpu)")
     command.add_argument("--eager", action="store_true", help="leave compiled code out, in seconds")
     return parser.parse_args(arguments)
+
+
+def say(output: str) -> None:
+    """Print to a reader who may have seen enough."""
+    try:
+        print(output, flush=True)
+    except BrokenPipeError:
+        # Python flushes once more on leaving, to no one.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_the_command() -> bool:

@@ -16,6 +16,7 @@ from mcftensor.formats import FORMATS, ExpansionFormat
 from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.passes import expansion
 from mcftensor.passes.expansion import Terms
+from mcftensor.wings import wing_or_none
 
 _COUNT = 256
 _UNITS = 10
@@ -96,10 +97,11 @@ def selfcheck(device: str | torch.device = "cpu", *, compiled: bool = True) -> S
 
 def machine_digest(device: torch.device) -> tuple[str | None, str]:
     """Return the digest of a backward pass, or None and why there is none."""
-    from mcftensor.device_checks.leaf import leaf_digest  # noqa: PLC0415  # is large, and uses this
-
+    tools = wing_or_none("tools")
+    if tools is None:
+        return None, "mcftensor.tools is not installed"
     try:
-        return leaf_digest(device), ""
+        return tools.leaf_digest(device), ""
     except Exception as error:  # noqa: BLE001  # such as an operation that the device lacks
         return None, str(error).partition("\n")[0]
 

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from mcftensor.checkpoint.bridge.entries import Request
-from mcftensor.checkpoint.bridge.layout_detection import read_checkpoint
-from mcftensor.checkpoint.bridge.torch_optimizers import load_states, state_dict_for
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
-from mcftensor.checkpoint.increments import opened
-from mcftensor.checkpoint.safetensors_files import DELTA_KEY, index_of, opened_files
+from mcftensor.checkpoint.entries import Request
+from mcftensor.checkpoint.layout_detection import read_checkpoint
+from mcftensor.checkpoint.safetensors_files import index_of, opened
 from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, joined, ties
+from mcftensor.checkpoint.torch_optimizers import load_states, state_dict_for
 from mcftensor.patches.table import calls
 from mcftensor.tensor.components import any_format_of
 
@@ -112,9 +111,7 @@ def load_file(
     with reading(path):
         is_own = path.suffix == ".safetensors" and path.is_file() and not index_of(path).is_file()
         if is_own and optimizer is None:
-            stored = opened_files(path, verify)
-            if DELTA_KEY in stored.metadata:
-                stored = opened(path, verify)
+            stored = opened(path, verify)
             known = verify and stored.seal is not None
             state_dict, tied = joined(stored.terms, tails, verify, known), stored.tied
         else:

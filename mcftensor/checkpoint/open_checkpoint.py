@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
-from mcftensor.checkpoint.increments import opened
 from mcftensor.checkpoint.pickle_checks import unpickled
 from mcftensor.checkpoint.safetensors_files import (
     DELTA_KEY,
@@ -19,6 +18,7 @@ from mcftensor.checkpoint.safetensors_files import (
     files_in,
     is_safetensors,
     open_safetensors,
+    opened,
 )
 from mcftensor.checkpoint.state_dicts import from_terms, names_of_terms
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, extra, reading, some
+from mcftensor.wings import wing
 
 KEY = "mcftensor"
 """Under what name a file's metadata hold what is said here."""
@@ -252,6 +253,15 @@ def opened_files(path: Path, verify: bool) -> Stored:
     """Open a file, or the files of an index."""
     stored = (_opened_shards if path.suffix == ".json" else _opened_file)(path, verify)
     return stored if DELTA_KEY in stored.metadata else with_ties(stored, path)
+
+
+def opened(path: Path, verify: bool) -> Stored:
+    """Open a file, or the files of an index, with all that an incremental one is based on."""
+    stored = opened_files(path, verify)
+    if DELTA_KEY not in stored.metadata:
+        return stored
+    whole: Stored = wing("serving").put_together(path, verify)
+    return whole
 
 
 def with_ties(stored: Stored, path: Path) -> Stored:

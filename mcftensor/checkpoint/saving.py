@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mcftensor.checkpoint.atomic_files import beside, remove_abandoned, synchronize
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
-from mcftensor.checkpoint.increments import changes_since
 from mcftensor.checkpoint.safetensors_files import (
     DELTA_KEY,
     DTYPES,
@@ -29,6 +28,7 @@ from mcftensor.checkpoint.safetensors_files import (
 )
 from mcftensor.checkpoint.state_dicts import as_terms, from_terms, is_sharded, names_of_terms, ties
 from mcftensor.tensor import MCFTensor
+from mcftensor.wings import wing
 
 
 def save_file(
@@ -104,7 +104,7 @@ def save_file(
     tied = ties(state_dict)
     terms = as_terms({n: x for n, x in state_dict.items() if n not in tied}, sums=True)
     if since is not None:
-        terms, said = changes_since(since, terms, tied, path)
+        terms, said = wing("serving").changes_since(since, terms, tied, path)
         metadata |= said
         tied = {}  # said there
     save_terms(terms, lambda names: ((n, terms[n]) for n in names), tied, metadata, path, most)

@@ -39,6 +39,9 @@ class Rules(Protocol):
     def convert_module(self, module: Any, format: Any, overrides: Any) -> Any:
         """Convert the parameters of a module, in place, and return it."""
 
+    def module_as_plain(self, module: Any, dtype: torch.dtype | None) -> None:
+        """Convert the parameters that follow these rules to plain ones, in place."""
+
 
 SUFFIXES: dict[Rounding, str] = {"nearest": "", "stochastic": "sr", "balanced": "br"}
 """The endings of names of formats, by rounding."""

@@ -1,9 +1,18 @@
 """Meters: what updates lose, which weights are frozen, and what training takes in memory."""
 
+from typing import TYPE_CHECKING
+
+from mcftensor import wings
 from mcftensor.meters import edq as edq
-from mcftensor.meters.auditing import audit as audit
 from mcftensor.meters.edq import EDQ as EDQ
-from mcftensor.meters.memory_summary import Summary as Summary
-from mcftensor.meters.memory_summary import TensorMemory as TensorMemory
-from mcftensor.meters.memory_summary import estimate as estimate
-from mcftensor.meters.memory_summary import summary as summary
+
+if TYPE_CHECKING:
+    from mcftensor.tools import Summary as Summary
+    from mcftensor.tools import TensorMemory as TensorMemory
+    from mcftensor.tools import audit as audit
+    from mcftensor.tools import estimate as estimate
+    from mcftensor.tools import summary as summary
+
+__getattr__ = wings.attributes(
+    __name__, dict.fromkeys(("Summary", "TensorMemory", "audit", "estimate", "summary"), "tools")
+)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from mcftensor.patches.objects import exchange
 from mcftensor.scaling.fp8 import Fp8Linear, switched
-from mcftensor.scaling.rule_table import follow_rule
+from mcftensor.scaling.rule_table import follow_rule, rule
 from mcftensor.scaling.scaled import ScaledTensor, is_scaled
 from mcftensor.scaling.scaled_format import ScaledFormat, of_dtype
 from mcftensor.scaling.scaled_numbers import by_size
@@ -176,16 +176,6 @@ def _scaled_again(format: ScaledFormat, module: nn.Module, inputs: Any, results:
     return tree_map_only(Tensor, lambda x: _Encoded.apply(x, format), results)
 
 
-def unscaled(model: M, dtype: torch.dtype | None = None) -> M:
-    """Convert the scaled parameters of a model to plain ones, in place; for `mcf.as_plain`."""
-    for p in list(model.parameters()):
-        if is_scaled(p):
-            grad = p.grad
-            exchange(p, nn.Parameter(p._collapsed(dtype or p.dtype), requires_grad=p.requires_grad))
-            p.grad = None if grad is None else plain_of(grad, p.dtype)
-    return model
-
-
 def plain_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor as a plain one, rounded once."""
     return x._collapsed(dtype) if is_scaled(x) else x.to(dtype)
@@ -205,6 +195,16 @@ class _ScalingRules:
     def convert_module(self, module: M, format: ScaledFormat, overrides: Any) -> M:
         """Convert the parameters of a module by `scalify`."""
         return scalify(module, format, overrides=overrides)
+
+    def module_as_plain(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        """Convert the scaled parameters of a model to plain ones, in place."""
+        for p in filter(is_scaled, list(module.parameters())):
+            grad, plain = p.grad, p._collapsed(dtype or p.dtype)
+            exchange(p, nn.Parameter(plain, requires_grad=p.requires_grad))
+            p.grad = None if grad is None else plain_of(grad, p.dtype)
+
+
+rule(torch.ops.mcftensor._as_plain.default)(lambda x, dtype: x._collapsed(dtype))
 
 
 ScaledFormat.rules = _ScalingRules()

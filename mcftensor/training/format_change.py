@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,15 @@ from mcftensor.convert import Held, Overrides, as_plain, for_shape, plan_convers
 from mcftensor.dispatch.operands import as_state, value_of
 from mcftensor.formats import PLAIN, Format, named, require_format
 from mcftensor.kernels.without_float64 import PAIR, has_float64
-from mcftensor.meters.memory_summary import Summary, summary
 from mcftensor.patches.optimizers import parameters_of
 from mcftensor.tensor.components import format_of, local
 from mcftensor.tensor.step_context import current_step
 from mcftensor.training.collage import CollagePlan, Mode, collage, plan_of
 from mcftensor.training.round_trips import differing, in_format
+from mcftensor.wings import wing_or_none
+
+if TYPE_CHECKING:
+    from mcftensor.tools import Summary
 
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -48,7 +51,8 @@ class FormatChange:
         formats: for each converted tensor, by name, the old format and the new one. The name of a
             state is the name of its parameter, a dot, and its own name.
         lost: the losses, by name, of the tensors that lost something.
-        before: the memory before, as `mcf.meters.summary` returns it.
+        before: the memory before, as `mcf.meters.summary` returns it, or None without
+            `mcftensor.tools`.
         after: the memory after.
     """
 
@@ -61,9 +65,9 @@ class FormatChange:
         kinds: dict[tuple[str, str], int] = {}
         for pair in self.formats.values():
             kinds[pair] = kinds.get(pair, 0) + 1
+        sizes = [x.bytes_per_parameter for x in (self.before, self.after) if x]
         lines = [
-            f"{self.before.bytes_per_parameter:.2f} to {self.after.bytes_per_parameter:.2f} bytes "
-            "a parameter",
+            *([f"{sizes[0]:.2f} to {sizes[1]:.2f} bytes a parameter"] if sizes else []),
             *(f"{old} to {new}: {count} tensors" for (old, new), count in kinds.items()),
             *(
                 f"lost in {name}: {loss.elements} of {loss.of} elements, {loss.share:.1e} of the "
@@ -126,7 +130,8 @@ def change_format(
         bf16i8 to bf16i16: 6 tensors
     """
     conversion = TrainingConversion("change_format", model, optimizer, format, mode, overrides)
-    before = summary(model, optimizer)
+    tools = wing_or_none("tools")
+    before = tools and tools.summary(model, optimizer)
     formats: dict[str, tuple[str, str]] = {}
     lost: dict[str, Loss] = {}
 
@@ -136,7 +141,7 @@ def change_format(
             lost[name] = loss
 
     conversion.carry_out(compare)
-    return FormatChange(formats, lost, before, summary(model, optimizer))
+    return FormatChange(formats, lost, before, tools and tools.summary(model, optimizer))
 
 
 def prepare(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import mcftensor as mcf
-from mcftensor.checkpoint.bridge import deepspeed
+from mcftensor.bridge import deepspeed
 
 LENGTH = 2**28
 SHARED = "elements share memory, as those of x.expand"

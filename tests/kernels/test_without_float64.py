@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import mcftensor as mcf
-from mcftensor.arithmetic import binned_sums
 from mcftensor.kernels import without_float64
 from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.reproducible import binned_sums
 from mcftensor.training import shadow
 from support.kernel_cases import way
 from support.no_float64 import Float64Error, no_float64

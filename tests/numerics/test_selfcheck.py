@@ -6,9 +6,9 @@ import torch
 import mcftensor as mcf
 from mcftensor.__main__ import main
 from mcftensor.arithmetic import eft
-from mcftensor.device_checks import device_report, leaf
 from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.passes import expansion
+from mcftensor.tools import device_report, leaf
 
 
 def count() -> int:

@@ -1,0 +1,20 @@
+"""Which program wrote a folder, and the reader of its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mcftensor.bridge import deepspeed, distcp_layouts
+from mcftensor.checkpoint.entries import Contents, Request
+
+
+def reader_of(path: Path) -> Callable[[Path, Request], Contents] | None:
+    """Return the reader of a folder of DeepSpeed or torch.distributed.checkpoint, or None."""
+    if deepspeed.universal_in(path):
+        return deepspeed.read_universal
+    if deepspeed.parts_in(path):
+        return deepspeed.read_parts
+    if distcp_layouts.is_legacy(path):
+        return distcp_layouts.refuse_legacy
+    return distcp_layouts.read if distcp_layouts.last_in(path) else None

@@ -1,1 +1,0 @@
-"""Checks that the library gives right results on a device."""

@@ -1,1 +1,0 @@
-"""Log-probabilities of logits, whose bits do not depend on the batch."""

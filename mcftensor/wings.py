@@ -1,0 +1,55 @@
+"""Wings: parts of the package that the core works without, and imports at their first use.
+
+The core names a wing in a string, here or in a table of public names, and imports none. A wing
+imports what it needs of the core. Without its folder, its names and commands are missing, and
+everything else works.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+WINGS = ("bridge", "reproducible", "scaling", "serving", "tools")
+"""The folders of the package that are wings."""
+
+
+def wing(name: str) -> Any:
+    """Return the package of a wing, imported at the first call.
+
+    Raises:
+        ModuleNotFoundError: this copy of the package has no such folder.
+    """
+    assert name in WINGS, name
+    return importlib.import_module(f"{__package__}.{name}")
+
+
+def wing_or_none(name: str) -> Any:
+    """Return the package of a wing, or None if this copy of the package has no such folder."""
+    try:
+        return wing(name)
+    except ModuleNotFoundError as error:
+        if error.name != f"{__package__}.{name}":
+            raise
+        return None
+
+
+def attributes(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module that has names of wings.
+
+    Args:
+        package: the full name of the module.
+        places: for each name, the wing that defines it, or that is meant by it.
+    """
+
+    def found(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        place = wing(places[name])
+        value = place if name == places[name] else getattr(place, name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return found
