@@ -25,7 +25,7 @@ assert wheel == contents(again), "the archive builds another wheel"
 found = [*ROOT.glob("mcftensor/**/*.py"), *ROOT.glob("mcftensor/**/README.md")]
 files = {str(path.relative_to(ROOT)) for path in found}
 packaged = {name for name in wheel if name.startswith("mcftensor/")}
-data = {"mcftensor/py.typed", "mcftensor/device_checks/digests.json"}
+data = {"mcftensor/py.typed", "mcftensor/tools/digests.json"}
 assert packaged == files | data, packaged ^ (files | data)
 
 (metadata,) = (text for name, text in wheel.items() if name.endswith("/METADATA"))

@@ -123,7 +123,7 @@ if os.environ.get("MCFTENSOR_EDQ"):
     _diagnose_process(os.environ["MCFTENSOR_EDQ"])
 
 
-_of_wings = wings.attributes(
+_of_wings = wings.names_of_wings(
     __name__,
     {
         "apply_deltas": "serving",

@@ -41,7 +41,7 @@ __all__ = [
     "to_fraction",
 ]
 
-__getattr__ = wings.attributes(
+__getattr__ = wings.names_of_wings(
     __name__, dict.fromkeys(("cumsum", "dot", "mean", "norm", "sum"), "reproducible")
 )
 

@@ -37,7 +37,7 @@ __all__ = [
 
 
 _OF_LOGITS = ("cross_entropy", "kl_div", "log_softmax", "logsumexp", "selective_log_softmax")
-__getattr__ = wings.attributes(__name__, dict.fromkeys(_OF_LOGITS, "reproducible"))
+__getattr__ = wings.names_of_wings(__name__, dict.fromkeys(_OF_LOGITS, "reproducible"))
 
 
 def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:

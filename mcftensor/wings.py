@@ -36,7 +36,7 @@ def wing_or_none(name: str) -> Any:
         return None
 
 
-def attributes(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+def names_of_wings(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a module that has names of wings.
 
     Args:

@@ -55,6 +55,10 @@ TESTS = {
     "checkpoint/*": "files",
     "meters/*": "meters",
     "scaling/*": "scaling",
+    "bridge/*": "bridge",
+    "reproducible/*": "reproducible",
+    "serving/*": "serving",
+    "tools/*": "tools",
     "convert.py": "tensor files/test_save_file.py",
     "exact.py": "numerics/test_exact.py",
 }

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mcftensor.serving import Delta as Delta
     from mcftensor.serving import apply_deltas as apply_deltas
 
-__getattr__ = wings.attributes(
+__getattr__ = wings.names_of_wings(
     __name__,
     {
         **dict.fromkeys(("Conversion", "convert_checkpoint"), "bridge"),

@@ -13,6 +13,6 @@ if TYPE_CHECKING:
     from mcftensor.tools import estimate as estimate
     from mcftensor.tools import summary as summary
 
-__getattr__ = wings.attributes(
+__getattr__ = wings.names_of_wings(
     __name__, dict.fromkeys(("Summary", "TensorMemory", "audit", "estimate", "summary"), "tools")
 )

@@ -1,0 +1,107 @@
+"""The core imports no wing, and works without any of them."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcftensor.wings import WINGS
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "mcftensor"
+
+SAMPLE = ["tensor/test_arithmetic.py", "training/test_half_weights.py", "files/test_terms.py"]
+"""Tests of the core: operators, optimizer steps, checkpoints."""
+
+MORE = [
+    *("tensor/test_convert.py", "tensor/test_autograd.py", "tensor/test_structure.py"),
+    *("formats/test_contract.py", "training/test_optimizers.py", "training/test_format_change.py"),
+    *("files/test_save_file.py", "files/test_resume.py", "meters/test_edq_states.py"),
+    *("compile/test_untraced.py", "distributed/test_ddp.py", "patches/test_patches.py"),
+]
+
+USES = {
+    "bridge": "mcf.checkpoint.convert_checkpoint",
+    "reproducible": "mcf.exact.sum, mcf.functional.kl_div, mcf.order_free_gradients",
+    "scaling": "mcf.scaling.scalify",
+    "serving": "mcf.deltas, mcf.apply_deltas, mcf.checkpoint.Delta",
+    "tools": "mcf.meters.audit, mcf.meters.Summary",
+}
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that a module imports when it runs, anywhere in it."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{x.name}" for x in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {x.name for x in node.names}
+    return found
+
+
+def wings_in(names: set[str]) -> set[str]:
+    parts = [name.split(".") for name in names]
+    return {x[1] for x in parts if x[0] == "mcftensor" and len(x) > 1} & set(WINGS)
+
+
+def test_the_core_imports_no_wing():
+    found = {
+        str(path.relative_to(PACKAGE)): wings
+        for path in PACKAGE.rglob("*.py")
+        if path.relative_to(PACKAGE).parts[0] not in WINGS and (wings := wings_in(imported(path)))
+    }
+    assert found == {}
+
+
+def run(program: str, without: str = "") -> str:
+    command = [sys.executable, "-c", f"import sys\n{program}"]
+    environment = os.environ | {"MCFTENSOR_WITHOUT": without}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def test_each_is_imported_at_its_first_use():
+    lines = ["import torch, mcftensor as mcf", f"wings = {WINGS}"]
+    lines.append("held = lambda: [x for x in wings if f'mcftensor.{x}' in sys.modules]")
+    lines.append("print(held())")
+    for name, uses in USES.items():
+        lines.append(f"before = held(); {uses}; assert {name!r} in held(), {name!r}")
+    assert USES.keys() == set(WINGS)
+    assert run("\n".join(lines)) == "[]"
+
+
+def works(files: list[str], *missing: str) -> None:
+    """Run tests in a process without some wings, whose names say what is missing."""
+    run(
+        f"""
+import pytest, support.without_wings, mcftensor as mcf
+for name in {missing}:
+    for use in {USES}[name].split(", "):
+        with pytest.raises(ModuleNotFoundError, match=f"No module named 'mcftensor.{{name}}'"):
+            eval(use)
+files = [f"tests/{{x}}" for x in {files}]
+sys.exit(pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", *files]))
+""",
+        ",".join(missing),
+    )
+
+
+def test_the_core_works_without_all_of_them():
+    works(SAMPLE, *WINGS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WINGS)
+def test_the_core_works_without_each(name):
+    works([*SAMPLE, *MORE], name)
