@@ -1,5 +1,5 @@
-"""What deltas cost: a fused step with marks beside one without, and the bytes of deltas and of
-incremental checkpoints.
+"""What deltas cost: the time to take and apply them, and the bytes of deltas and of incremental
+checkpoints.
 
 Run: `python benchmarks/delta_cost.py > benchmarks/results/delta_cost.json`
 """
@@ -47,18 +47,14 @@ def seconds(function, results=None):
 
 
 def cost(format):
-    """Medians of the time of a step, without and with marks in turn, of `take` and of its use."""
-    p, without = stepping(format, 1e-5)
-    q, marked = stepping(format, 1e-5)
-    server = {"weight": q.detach().components[0].clone()}
-    deltas = mcf.deltas(marked, names=[("weight", q)])
-    times = {"step": [], "marked": [], "take": [], "apply": []}
+    """Medians of the time of a step, of `take` and of its use."""
+    p, optimizer = stepping(format, 1e-5)
+    server = {"weight": p.detach().components[0].clone()}
+    deltas = mcf.deltas(optimizer, names=[("weight", p)])
+    times = {"step": [], "take": [], "apply": []}
     for i in range(10 * STEPS):
-        p.grad = q.grad = torch.randn(ELEMENTS).to(p.dtype)
-        pair = [("step", without), ("marked", marked)][:: 1 if i % 2 else -1]
-        for x in (p, q):  # whoever is first finds the gradient in the caches too
-            x.grad.sum()
-        found = {name: seconds(optimizer.step) for name, optimizer in pair}
+        p.grad = torch.randn(ELEMENTS).to(p.dtype)
+        found = {"step": seconds(optimizer.step)}
         found["take"] = seconds(deltas.take, chain := [])
         found["apply"] = seconds(functools.partial(mcf.apply_deltas, server, chain))
         if i >= 4:  # kernels are compiled, and memory is there
@@ -67,25 +63,9 @@ def cost(format):
     medians = {name: statistics.median(x) for name, x in times.items()}
     return {
         "milliseconds": {name: round(1e3 * x, 3) for name, x in medians.items()},
-        "marks": round(medians["marked"] / medians["step"] - 1, 4),
         "take": round(medians["take"] / medians["step"], 4),
         "apply": round(medians["apply"] / medians["step"], 4),
     }
-
-
-def returned(format, lr):
-    """Of the elements in a delta of ten steps, the share that has the old value again."""
-    p, optimizer = stepping(format, lr)
-    deltas, shares = mcf.deltas(optimizer, names=[("weight", p)]), []
-    for _ in range(3):
-        old = p.detach().components[0].view(torch.int16).clone()
-        for _ in range(STEPS):
-            p.grad = torch.randn(ELEMENTS).to(p.dtype)
-            optimizer.step()
-        new = p.detach().components[0].view(torch.int16)
-        changed = int((old != new).sum())
-        shares.append(1 - changed / deltas.take().changed)
-    return round(statistics.mean(shares), 5)
 
 
 def size(format, lr):
@@ -149,6 +129,5 @@ if __name__ == "__main__":
         "increments": {
             name: {str(lr): increment(x, mode, lr) for lr in RATES} for name, x, mode in INCREMENTS
         },
-        "returned": {str(lr): returned(mcf.bf16x2, lr) for lr in RATES},
     }
     print(json.dumps(found, indent=2))

@@ -14,7 +14,7 @@ from mcftensor.arithmetic.write_counts import count_beside, moved, name_, start,
 from mcftensor.dispatch.resolve import uses_leading
 from mcftensor.formats import PLAIN, Format, named
 from mcftensor.formats.promotion import longest_format
-from mcftensor.kernels import LOCK, marks
+from mcftensor.kernels import LOCK
 from mcftensor.kernels.columns import is_bare, on_device
 from mcftensor.kernels.without_float64 import is_long_int, widest
 from mcftensor.passes.format_conversion import collapse, key_for, number_terms, recode
@@ -381,12 +381,8 @@ def overwrite(
     """Write components into given target components, as `fill`."""
     own, new = list(targets), list(components)
     if is_bare(own, new):
-        watched = marks.of_column(own[:1]) if marks.watched_addresses else []
         with LOCK:
-            if any(watched):
-                marks.store_marked(own, new, [*watched, *[None] * (len(own) - 1)])
-            else:
-                torch._foreach_copy_(own, new, non_blocking)
+            torch._foreach_copy_(own, new, non_blocking)
     else:  # single operators, which compilers can trace
         copy = torch.ops.aten.copy_.default._op
         uninterrupted([partial(copy, x, y, non_blocking) for x, y in zip(own, new, strict=True)])

@@ -48,7 +48,7 @@ from mcftensor.dispatch.storage_formats import plain_numbers
 from mcftensor.dispatch.view_offsets import starts_of_pieces
 from mcftensor.dispatch.write_results import refusal
 from mcftensor.formats import Format, compute_view, movable, unmoved
-from mcftensor.kernels import LOCK, marks
+from mcftensor.kernels import LOCK
 from mcftensor.kernels.columns import is_bare
 from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.passes.format_conversion import compute_tensor as compute_tensor_of
@@ -597,7 +597,6 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     ]
     if in_place:
         _require_places(func, terms[0], named)
-        marks.unseen(stored[0])
     results = list(map(unmoved, uninterrupted(calls), format.components))
     if by_copy:
         fill(x, results)

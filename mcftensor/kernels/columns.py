@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from mcftensor.kernels.marks import Mark
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -61,7 +58,6 @@ class Columns:
         done: None, or a list to which the numbers of written elements are appended, in order. The
             bytecode that writes the elements also appends, so that no signal handler of Python runs
             between the two.
-        marks: the marks of watched outputs, by the index of the output.
     """
 
     vectors: Sequence[Column]
@@ -70,7 +66,6 @@ class Columns:
     keys: Column = ()
     shared: frozenset[int] = frozenset()
     done: list[tuple[int, None]] | None = None
-    marks: Mapping[int, Sequence[Mark | None]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.outputs[0])
@@ -88,7 +83,6 @@ class Columns:
             [self.keys[i] for i in rows] if self.keys else (),
             self.shared,
             self.done,
-            {place: [x[i] for i in rows] for place, x in self.marks.items()},
         )
 
     def every_scalar(self) -> list[Sequence[Scalar]]:

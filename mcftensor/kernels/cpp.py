@@ -179,47 +179,6 @@ INLINE void store_pair(uint16_t *p, U first, U second) {
   __builtin_memcpy(p, &both, sizeof both);
 }
 
-// Bits for the elements of which another pattern is about to be stored, which threads do not share.
-template <class M>
-INLINE void mark_all(uint8_t *marks, int64_t i, M differ) {
-  constexpr int count = sizeof(M) / sizeof(differ[0]);
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-  if constexpr (sizeof(M) == 64 && sizeof(differ[0]) == 2) {
-    typedef short Mask __attribute__((vector_size(64)));
-    uint32_t bits = __builtin_ia32_cvtw2mask512(as<Mask>(differ)), old;
-    __builtin_memcpy(&old, marks + i / 8, 4);
-    old |= bits;
-    __builtin_memcpy(marks + i / 8, &old, 4);
-    return;
-  }
-  if constexpr (sizeof(M) == 32 && sizeof(differ[0]) == 2) {
-    typedef short Mask __attribute__((vector_size(32)));
-    uint16_t bits = __builtin_ia32_cvtw2mask256(as<Mask>(differ)), old;
-    __builtin_memcpy(&old, marks + i / 8, 2);
-    old |= bits;
-    __builtin_memcpy(marks + i / 8, &old, 2);
-    return;
-  }
-#endif
-  for (int k = 0; k < count; ++k) marks[(i + k) / 8] |= (differ[k] & 1) << ((i + k) % 8);
-}
-template <class T, class V>
-INLINE void mark(uint8_t *marks, int64_t i, const T *p, V pattern, int n) {
-  using P = typename Lanes<T>::type;
-  if (!marks) return;
-  P old = {}, next = {}, all;
-  if constexpr (sizeof(T) == 1) all = narrow(narrow(to<U>(pattern)));
-  else if constexpr (sizeof(T) == 2) all = narrow(to<U>(pattern));
-  else all = to<P>(pattern);
-  __builtin_memcpy(&old, p + i, n * sizeof(T));
-  __builtin_memcpy(&next, &all, n * sizeof(T));
-  mark_all(marks, i, old != next);
-}
-INLINE void mark_pair(uint8_t *marks, int64_t i, const uint16_t *p, U first, U second) {
-  typedef uint16_t Both __attribute__((vector_size(4 * LANES)));
-  if (marks) mark_all(marks, i, as<Both>(pair(p + i)) != as<Both>((first & 0xffff) | second << 16));
-}
-
 INLINE F quiet(F x) { return x == x ? x : all<F>(nan); }
 INLINE D quiet(D x) { return x == x ? x : all<D>(nan); }
 
@@ -432,8 +391,7 @@ def source(program: Program, width: int) -> str:
 
     `width` is the vector size of the processor in bytes; wider vectors would be split by lanes.
     `count` sets of tensors are described by columns of 64-bit words: numbers of elements, addresses
-    of vectors, addresses of outputs, addresses of marks or zeros, integer scalars. `numbers` holds
-    columns of the other scalars.
+    of vectors, addresses of outputs, integer scalars. `numbers` holds columns of the other scalars.
     """
     signature = program.signature
     names, word, scalars = [], 1, 0
@@ -442,9 +400,6 @@ def source(program: Program, width: int) -> str:
             pointer = f"uint{8 * dtype.itemsize}_t *"
             names.append(f"{pointer}{kind}{i} = ({pointer})word[{word} * count];")
             word += 1
-    for i in signature.marked:
-        names.append(f"uint8_t *marks{i} = (uint8_t *)word[{word} * count];")
-        word += 1
     for i, dtype in enumerate(signature.scalars):
         if dtype == torch.int64:
             names.append(f"const int64_t scalar{i} = word[{word} * count];")
@@ -518,18 +473,6 @@ def _lines(
         if program.signature.shares(i):
             lines.append([f"out{i}[{words[0]['first']} / SHARING] = {patterns[0]}[0];"])
             continue
-        if i in program.signature.marked:  # while what was there is there
-            first = words[0]["first"]
-            own = (
-                [(first, patterns)]
-                if in_pairs
-                else [(at["i"], [x]) for at, x in zip(words, patterns, strict=True)]
-            )
-            rest = "" if in_pairs else ", n"
-            name = "mark_pair" if in_pairs else "mark"
-            lines.append(
-                [f"{name}(marks{i}, {at}, out{i}, {', '.join(x)}{rest});" for at, x in own]
-            )
         if in_pairs:
             lines.append([f"store_pair(out{i} + {words[0]['first']}, {', '.join(patterns)});"])
         else:

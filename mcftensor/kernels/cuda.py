@@ -104,15 +104,13 @@ def launch(
 ) -> bool:
     """Run a program on dense tensors and scalars; return whether it ran.
 
-    Lengths and addresses of tensors, and of marks, are given by columns. The kernel reads scalars
+    Lengths and addresses of tensors are given by columns. The kernel reads scalars
     of its device there, and other scalars in its table. The program is tried before its first use.
     The caller must compute if the program fails, has wrong bits, or cannot be tried because a CUDA
     graph is being captured.
     """
     there = tuple([isinstance(x, Tensor) and x.device == device for x, *_ in scalars])
-    signature = program.signature
-    tensors = addresses[: len(signature.vectors) + len(signature.outputs)]  # and not their marks
-    aligned = not any(address % 16 for column in tensors for address in column)
+    aligned = not any(address % 16 for column in addresses for address in column)
     own = max(map(len, scalars), default=0) > 1
     arrangement, found = Arrangement(device, there, aligned, own), _found(program)
     if found.get(arrangement) == 0:

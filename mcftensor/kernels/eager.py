@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcftensor.kernels import marks
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Columns, Scalar, on_device
 from mcftensor.kernels.program import Body
@@ -37,8 +35,7 @@ def run(body: Body, columns: Columns) -> None:
         for start in range(0, length, size):
             part = slice(start // width, (start + size) // width)
             vectors, outputs = ([[x[part]] for (x,) in y] for y in (call.vectors, call.outputs))
-            others = call.keys, call.shared, call.done, call.marks
-            chunk = Columns(vectors, call.scalars, outputs, *others)
+            chunk = Columns(vectors, call.scalars, outputs, call.keys, call.shared, call.done)
             run_whole(body, chunk, start)
 
 
@@ -57,7 +54,7 @@ def flat(call: Columns) -> Columns:
     count = len(call.vectors)
     vectors = [[seen(i, x)] for i, (x,) in enumerate(call.vectors)]
     outputs = [[seen(count + i, x)] for i, (x,) in enumerate(call.outputs)]
-    return Columns(vectors, call.scalars, outputs, call.keys, call.shared, call.done, call.marks)
+    return Columns(vectors, call.scalars, outputs, call.keys, call.shared, call.done)
 
 
 def run_whole(body: Body, columns: Columns, start: int = 0) -> None:
@@ -67,19 +64,12 @@ def run_whole(body: Body, columns: Columns, start: int = 0) -> None:
         index = indices(outputs[0]) + start if call.keys else torch.empty(0, device="cpu")
         scalars = [_there(x, outputs[0].device) for (x,) in call.every_scalar()]
         results = body([x for (x,) in call.vectors], scalars, index)
-        store = functools.partial(_store, start=start, call=call) if call.marks else _plainly
-        writes = map(store, [outputs], [list(results)])
+        writes = map(_store, [outputs], [list(results)])
         done: list[Any] = [] if call.done is None else call.done
         done.extend(zip([outputs[0].numel()], writes, strict=True))  # no signal interrupts this
 
 
-_plainly: Callable[..., None] = torch._foreach_copy_
-
-
-def _store(outputs: list[Tensor], results: list[Tensor], start: int, call: Columns) -> None:
-    """Store results and mark what they change."""
-    found = [call.marks.get(i, [None])[0] for i in range(len(outputs))]
-    marks.store_marked(outputs, results, [x and x._replace(start=x.start + start) for x in found])
+_store: Callable[..., None] = torch._foreach_copy_
 
 
 def _there(x: Scalar, device: torch.device) -> Scalar:

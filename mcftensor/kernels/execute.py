@@ -8,14 +8,14 @@ import itertools
 import os
 import threading
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcftensor.kernels import cpp, cpu, cuda, eager, first_use, marks
+from mcftensor.kernels import cpp, cpu, cuda, eager, first_use
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import (
     Columns,
@@ -26,7 +26,6 @@ from mcftensor.kernels.columns import (
     repeated,
 )
 from mcftensor.kernels.cpp import GRAIN
-from mcftensor.kernels.marks import Mark
 from mcftensor.kernels.program import Body, Program, Signature, record
 from mcftensor.kernels.without_float64 import (
     CONTEXTS,
@@ -142,31 +141,23 @@ class Kernel(OnDemand):
         device = columns.outputs[0][0].device
         scalars = columns.every_scalar() if columns.keys else columns.scalars
         has_data = 0 not in itertools.chain.from_iterable(addresses)  # false for meta tensors
-        marking, every = self, addresses
-        if columns.marks:
-            marking = self.marking(columns.marks)
-            every = [*addresses, *addresses_of(columns.marks)]
         if has_data and device.type == "cpu" and "cpu" not in TRITON_DEVICES:
-            compiled = marking.compiled(sum(lengths), len(lengths))
+            compiled = self.compiled(sum(lengths), len(lengths))
             if compiled is not None:
                 dtypes = self.signature.scalars
-                launch(compiled, lengths, every, scalars, dtypes, columns.done)
+                launch(compiled, lengths, addresses, scalars, dtypes, columns.done)
                 return
         elif (
             has_data
             and device.type in TRITON_DEVICES
             and cuda.is_available()
             and self.has_program
-            and cuda.launch(marking.program, lengths, every, scalars, device, marking._is_right)
+            and cuda.launch(self.program, lengths, addresses, scalars, device, self._is_right)
         ):
             if columns.done is not None:
                 columns.done.append((sum(lengths), None))
             return
         eager.run(self.body, columns)
-
-    def marking(self, found: Mapping[int, Any]) -> Kernel:
-        """The kernel that marks what it changes in these outputs."""
-        return kernel_of(self.body, dataclasses.replace(self.signature, marked=(*found,)))
 
     def compiled(self, elements: int, calls: int = 1) -> cpu.Launch | None:
         """Return the compiled form, if work so far is worth it and there is a compiler."""
@@ -196,25 +187,6 @@ class Kernel(OnDemand):
         return record(self.body, self.signature)
 
 
-def addresses_of(found: Mapping[int, Sequence[Mark | None]]) -> list[list[int]]:
-    """Return the addresses of marks by columns, 0 for outputs that are not watched."""
-    return [[0 if x is None else x.address for x in column] for column in found.values()]
-
-
-def marks_of_outputs(
-    signature: Signature, lengths: Sequence[int], addresses: Sequence[Sequence[int]]
-) -> dict[int, list[Mark | None]]:
-    """Return the marks of watched outputs at these addresses."""
-    found: dict[int, list[Mark | None]] = {}
-    if marks.watched_addresses:
-        for i, (dtype, column) in enumerate(zip(signature.outputs, addresses, strict=False)):
-            if not signature.shares(i):
-                own = marks.marks_of(dtype.itemsize, lengths, column)
-                if any(own):
-                    found[i] = own
-    return found
-
-
 @functools.lru_cache(maxsize=1024)  # more than any training uses
 def kernel_of(body: Body, signature: Signature) -> Kernel:
     """Return the one kernel of a function for operands and results of these dtypes."""
@@ -235,7 +207,6 @@ def run_alike(
         vectors, outputs = ([list(x) for x in y] for y in (columns.vectors, columns.outputs))
         run(body, dataclasses.replace(columns, vectors=vectors, outputs=outputs))
         return
-    columns.marks = marks_of_outputs(signature, lengths, addresses[len(signature.vectors) :])
     with LOCK:
         kernel_of(body, signature).run(columns, lengths, addresses)
 
@@ -300,7 +271,6 @@ def _run(body: Body, columns: Columns) -> None:
     kernel = kernel_of(body, signature)
     own = lengths[outputs[0]]
     asked = [*addresses[:count], *[addresses[i] for i in outputs]]
-    columns.marks = marks_of_outputs(signature, own, asked[count:])
     shared = {i if i < count else outputs[i - count] for i in columns.shared}
     elements = [_elements(x, i in shared) for i, x in enumerate(lengths)]
     if 0 not in own and all(are_contiguous) and elements.count(own) == len(lengths):

@@ -49,9 +49,8 @@ class Signature:
     """The dtypes of a program's inputs and outputs.
 
     It also holds the indices of vectors and then outputs with one value per block, and whether the
-    program may compute in float64. `marked` are the indices of outputs whose changes compiled code
-    marks. If it `accumulates`, outputs are not stored, but added to an accumulator for each set of
-    tensors (`digit_body.py`).
+    program may compute in float64. If it `accumulates`, outputs are not stored, but added to an
+    accumulator for each set of tensors (`digit_body.py`).
     """
 
     vectors: tuple[torch.dtype, ...]
@@ -59,7 +58,6 @@ class Signature:
     outputs: tuple[torch.dtype, ...]
     shared: frozenset[int] = frozenset()
     has_float64: bool = True
-    marked: tuple[int, ...] = ()
     accumulates: bool = False
 
     def shares(self, output: int) -> bool:

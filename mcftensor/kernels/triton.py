@@ -213,29 +213,6 @@ def stored_once(pointer, pattern, begin, length, BLOCK: tl.constexpr):
 """
 )
 
-# Bits for the elements of which another pattern is about to be stored. Blocks of threads share no
-# byte of marks.
-_MARKING = """
-
-@triton.jit
-def either(x, y):
-    return x | y
-
-
-@triton.jit
-def mark(address, pointer, pattern, begin, length, BLOCK: tl.constexpr):
-    if address != 0:
-        offsets = begin + tl.arange(0, BLOCK)
-        mask = offsets < length
-        old = tl.load(pointer + offsets, mask=mask, other=0)
-        differ = mask & (old != tl.broadcast_to(pattern, mask.shape).to(old.dtype))
-        bits = tl.reshape(differ.to(tl.int32), (BLOCK // 8, 8)) << tl.arange(0, 8)[None, :]
-        eighths = begin + 8 * tl.arange(0, BLOCK // 8)
-        places = address.to(tl.pointer_type(tl.uint8)) + eighths // 8
-        before = tl.load(places, mask=eighths < length, other=0)
-        tl.store(places, before | tl.reduce(bits, 1, either).to(tl.uint8), mask=eighths < length)
-"""
-
 # Sums: each block adds its digits and counts to the accumulator of its tensors, by integer atomics,
 # position by position of those that its terms have.
 _ACCUMULATING = f"""
@@ -315,9 +292,8 @@ def source(program: Program, on_device: Sequence[bool], rounds: bool) -> str:
     """Return the program as a module with a kernel of rows, owners and numbers.
 
     A row describes one set of tensors by 64-bit words: number of elements, number of the first
-    block, addresses of vectors, of outputs, and of marks or zeros. `owners` has the row of each
-    block. Scalars, of one row or of all, are words in `numbers`: addresses if `on_device` says so,
-    else their bits.
+    block, addresses of vectors and of outputs. `owners` has the row of each block. Scalars, of one
+    row or of all, are words in `numbers`: addresses if `on_device` says so, else their bits.
     `rounds` says whether the device has an instruction that rounds to bfloat16.
     """
     signature = program.signature
@@ -327,9 +303,6 @@ def source(program: Program, on_device: Sequence[bool], rounds: bool) -> str:
         for i, dtype in enumerate(dtypes):
             lines.append(f"{kind}{i} = address(row + {word}, {_memory(dtype)}, ALIGNED)")
             word += 1
-    for i in signature.marked:
-        lines.append(f"marks{i} = tl.load(row + {word})")
-        word += 1
     for i, (dtype, there) in enumerate(zip(signature.scalars, on_device, strict=True)):
         lines.append(f"scalar{i} = {_scalar(i, dtype, there)}")
     printer = Printer(program, _DIALECT)
@@ -341,13 +314,10 @@ def source(program: Program, on_device: Sequence[bool], rounds: bool) -> str:
         if signature.shares(i):
             lines.append(f"stored_once(out{i}, {pattern}, begin, length, BLOCK)")
         else:
-            if i in signature.marked:  # while what was there is there
-                lines.append(f"mark(marks{i}, out{i}, {pattern}, begin, length, BLOCK)")
             lines.append(f"stored(out{i} + offsets, {pattern}, mask, WHOLE)")
     body = "\n".join("    " + line for line in lines)
     types = [_BFLOAT16[rounds], *(_functions(x) for x in COMPUTED if x != torch.bfloat16)]
     sharing = [_SHARING] if signature.shared else []
-    sharing += [_MARKING] if signature.marked else []
     sharing += [_ACCUMULATING] if signature.accumulates else []
     return "".join([_PRELUDE, *types, *sharing, _KERNEL.format(body=body, words=word)])
 

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from mcftensor.arithmetic.write_counts import moved
 from mcftensor.formats import Format
-from mcftensor.kernels import cpu, execute, marks
+from mcftensor.kernels import cpu, execute
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Column, Flat
-from mcftensor.kernels.marks import Mark
 from mcftensor.passes.decoded_kernels import Asked, Factor, Stage, stages
 from mcftensor.passes.format_conversion import decode_columns, encode_columns
 from mcftensor.passes.traces import NUMBERS, Operation, Trace
@@ -138,24 +137,8 @@ class Decoded:
     def _launches(self, rows: Rows) -> list[cpu.Launch]:
         """Return the compiled form of the kernels, or none unless all are compiled."""
         size = sum(rows.lengths), len(rows.lengths)
-        found = [
-            execute.kernel_of(x.body, x.signature).marking(self.marks(x, rows)).compiled(*size)
-            for x in self.stages
-        ]
+        found = [execute.kernel_of(x.body, x.signature).compiled(*size) for x in self.stages]
         return [x for x in found if x is not None] if all(found) else []
-
-    def marks(self, stage: Stage, rows: Rows) -> dict[int, list[Mark | None]]:
-        """Return the marks of the watched columns that a stage writes."""
-        if not marks.watched_addresses:
-            return {}
-        addresses: list[list[int]] = []
-        for i in stage.stored:
-            if self.columns[i]:
-                addresses += [list(map(Tensor.data_ptr, x)) for x in self.components(i, rows)]
-            else:  # what the step makes, which nobody watches
-                count = len(self.trace.variables[i].format.components)
-                addresses += [[0] * len(rows.lengths)] * count
-        return execute.marks_of_outputs(stage.signature, rows.lengths, addresses)
 
     def _cut(self) -> list[Rows]:
         limit = TOGETHER if self.device.type == "cpu" else TOGETHER_ON_OTHERS
@@ -285,7 +268,6 @@ class _Launched:
             addresses = [x for i in (*stage.vectors, *stage.stored) for x in self._places(i)]
             if stage.then_run is not None:
                 addresses += self._places(None)
-            addresses += execute.addresses_of(run.marks(stage, rows))
             scalars = list(map(self._scalar, stage.scalars))
             dtypes = stage.signature.scalars
             self._left.append(execute.prepared(launch, rows.lengths, addresses, scalars, dtypes))
@@ -398,7 +380,7 @@ class _Computed:
                 self._encode(i, numbers, components)
         elif i in self._rounded:
             for own, new in zip(run.components(i, rows), self._rounded[i], strict=True):
-                marks.store_marked(own, new, marks.of_column(own))
+                torch._foreach_copy_(list(own), list(new))
 
     def _store_if_possible(self, i: int) -> None:
         try:

@@ -15,11 +15,13 @@ from torch import Tensor
 from mcftensor.kernels import cpu
 from mcftensor.kernels.cpp import GRAIN
 from mcftensor.kernels.execute import OnDemand
-from mcftensor.kernels.marks import bits_for, changed_elements, packed_bits, unpacked_bits
 from mcftensor.kernels.program import PATTERNS
 
 WIDTHS = (1, 2, 4, 8, 16)
 """Possible widths of gaps in bits; each delta uses the one with the fewest bytes."""
+
+# Elements at a multiple of which the bits of marks begin a word of 64.
+_ALIGNED = 64
 
 _PART = 1 << 20  # elements that PyTorch sums together
 
@@ -255,6 +257,37 @@ def _unsigned(x: Tensor) -> Tensor:
     """Return the bits of elements as unsigned integers in int64, where 64-bit patterns wrap."""
     bits, pattern = 8 * x.element_size(), x.view(PATTERNS[x.element_size()])
     return pattern.to(torch.int64) if bits == 64 else pattern.to(torch.int64) & (2**bits - 1)
+
+
+def bits_for(x: Tensor) -> Tensor:
+    """Return cleared marks of a tensor, a bit for each element; i % 8 of byte i // 8."""
+    size = -(-x.numel() // _ALIGNED) * _ALIGNED // 8
+    return torch.zeros(size, dtype=torch.uint8, device=x.device)
+
+
+def changed_elements(x: Tensor, y: Tensor) -> Tensor:
+    """Return a flat mask of the elements that differ in their bits, of tensors of one dtype."""
+    pattern = PATTERNS[x.element_size()]
+    return (x.view(pattern) != y.view(pattern)).reshape(-1)
+
+
+def packed_bits(changed: Tensor) -> Tensor:
+    """Return a mask as bits, the first element in the lowest bit of the first byte.
+
+    Shapes: (n,) to (ceil(n / 8),).
+    """
+    whole = torch.nn.functional.pad(changed.to(torch.uint8), (0, -len(changed) % 8))
+    places = torch.arange(8, dtype=torch.uint8, device=changed.device)
+    return (whole.view(-1, 8) << places).sum(1, dtype=torch.uint8)
+
+
+def unpacked_bits(packed: Tensor) -> Tensor:
+    """Return the bits of bytes, the lowest of each byte first.
+
+    Shapes: (n,) to (8 n,).
+    """
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> places & 1).flatten()
 
 
 def coded_changes(bits: Tensor, x: Tensor) -> tuple[int, Tensor, Tensor] | None:

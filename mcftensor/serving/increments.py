@@ -27,9 +27,9 @@ from mcftensor.checkpoint.safetensors_files import (
     opened_files,
     with_ties,
 )
-from mcftensor.kernels.marks import bits_for
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.serving.changes import (
+    bits_for,
     coded_changes,
     digest_of,
     digest_of_change,

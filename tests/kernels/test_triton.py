@@ -12,12 +12,11 @@ import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor.kernels import Columns, cuda, digit_sums, execute, first_use, marks
+from mcftensor.kernels import Columns, cuda, digit_sums, execute, first_use
 from mcftensor.kernels import triton as programs
 from mcftensor.sums.accumulators import accumulate
 from mcftensor.sums.digits import WIDEST, Grid, grid_of
@@ -62,48 +61,6 @@ def test_every_operation(name, operation):
     format = mcf.Format.from_name(name)
     operands = [operand(format.nearest, 1501) for _ in range(OPERATIONS[operation])]
     same("triton", run, expression(operation, format), *operands)
-
-
-@pytest.mark.parametrize(
-    ("name", "is_tried"),
-    [
-        ("bf16x2", False),
-        ("fp32x2", False),
-        pytest.param("bf16i8", False, marks=pytest.mark.slow),
-        pytest.param("fp16i16", True, marks=pytest.mark.slow),
-    ],
-)
-def test_marks(name, is_tried):
-    """A fused step marks the elements that it changes, for blocks of threads, whole and in part,
-    and only of tensors that are watched."""
-    torch.manual_seed(0)
-    lengths = [1, 1024, 1024 + 64 * 3 + 5, 777]
-    ps = [
-        torch.nn.Parameter(mcf.as_expansion(torch.randn(n) * 0.02, mcf.Format.from_name(name)))
-        for n in lengths
-    ]
-    optimizer = torch.optim.AdamW(ps, lr=1e-4 if name != "fp32x2" else 1e-9, fused=True)
-    for p in ps:
-        p.grad = torch.randn(p.shape).to(p.dtype)
-    with way("eager"):
-        optimizer.step()
-    watched = [(p.components[0], marks.watch(p.components[0])) for p in ps[:-1]]
-    for _, own in watched:
-        own.bits[0] = 1  # is kept
-    before = [x.clone() for x, _ in watched]
-    with way("triton", is_tried=is_tried) as run:
-        optimizer.step()
-    assert run[0].signature.marked
-    changed = 0
-    for (x, own), old in zip(watched, before, strict=True):
-        own.look(x)
-        expected = np.packbits((x != old).numpy(), bitorder="little")
-        changed += int((x != old).sum())
-        expected[0] |= 1
-        assert own.bits[: len(expected)].tolist() == expected.tolist()
-        assert not own.bits[len(expected) :].any()
-        assert not own.is_blind
-    assert 100 < changed < sum(lengths) - 100
 
 
 @pytest.mark.thinned(of=2)

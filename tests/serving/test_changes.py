@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from mcftensor.kernels import execute
-from mcftensor.kernels.marks import bits_for
 from mcftensor.serving import changes
+from mcftensor.serving.changes import bits_for
 
 
 @pytest.fixture(params=["compiled", "eager"], autouse=True)

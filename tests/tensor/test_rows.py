@@ -68,13 +68,14 @@ def cut_at(count):
             raise Cut
         return trace
 
+    before = sys.gettrace()
     sys.settrace(trace)
     try:
         yield is_cut
     except Cut:
         pass
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
 
 
 @pytest.mark.thinned(of=2)
