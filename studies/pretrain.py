@@ -31,6 +31,7 @@ divided by fully_shard; with --checkpoint, what was stopped goes on, to the bit:
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -55,7 +56,8 @@ from pretraining.command import (
     selected,
 )
 from pretraining.resuming import Checkpoint
-from pretraining.run import Run
+from pretraining.run import Result, Run
+from pretraining.side_by_side import side_by_side
 from pretraining.strategies import (
     LEARNING_RATES,
     NOT_UNDER,
@@ -120,18 +122,29 @@ def compare(options: argparse.Namespace) -> None:
                 console.print(f"{run.strategy}: {saved['step']} of {run.steps} steps are done")
                 done += saved["step"]
             checkpoints[run] = checkpoint
-    started, results = time.perf_counter(), {}
+    started, results = time.perf_counter(), dict[str, Result]()
     bar = progress_bar(options.steps * len(runs), done)
-    for i, run in enumerate(runs, start=1):
-        bar.set_description(f"{i}/{len(runs)} {run.strategy}", refresh=False)
-        results[run.strategy] = train(
+    tasks = {
+        run.strategy: functools.partial(
+            train,
             run,
             training,
             validation,
-            bar,
             checkpoint=checkpoints.get(run),
             witness=options.witness,
         )
+        for run in runs
+    }
+    jobs = min(options.jobs, len(runs))
+    if jobs > 1:
+        bar.set_description(f"{jobs} at once", refresh=False)
+        threads = max(1, torch.get_num_threads() // jobs)
+        found = side_by_side([*tasks.values()], jobs, bar, threads=threads)
+        results = dict(zip(tasks, found, strict=True))
+    else:
+        for i, (strategy, task) in enumerate(tasks.items(), start=1):
+            bar.set_description(f"{i}/{len(runs)} {strategy}", refresh=False)
+            results[strategy] = task(bar)
     bar.close()
     if not processes.is_first():
         return
@@ -193,6 +206,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="save every run in this folder, and go on with what is there; the number of processes "
         "and --parallel may change, other options may not",
     )
+    add(
+        "--jobs",
+        type=COUNT,
+        metavar="N",
+        help="trainings at once, which share the threads; their times are longer than alone "
+        "(default: on a CPU one for each thread)",
+    )
     add("--save-every", type=COUNT, default=100, metavar="STEPS", help="(default: 100)")
     add(
         "--witness",
@@ -208,6 +228,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     options.batch_size = options.batch_size or BATCH_SIZES[options.device]
     check_processes(parser, options)
+    alone = options.device != "cpu" or processes.count() > 1
+    options.jobs = 1 if alone else options.jobs or torch.get_num_threads()
     if processes.count() > 1:
         without = NOT_UNDER[options.parallel]
         options.strategies = [x for x in options.strategies if x not in without]

@@ -48,7 +48,7 @@ def train(
     run: Run,
     training: Tensor,
     validation: Tensor,
-    bar: tqdm[Any],
+    bar: Any,
     *,
     watch: Callable[[mcf.EDQ], object] | None = None,
     checkpoint: Checkpoint | None = None,
@@ -92,7 +92,7 @@ def go_on(
     job: Training,
     saved: State | None,
     checkpoint: Checkpoint | None,
-    bar: tqdm[Any],
+    bar: Any,
     *,
     is_late: Callable[[], bool] = lambda: False,
 ) -> None:

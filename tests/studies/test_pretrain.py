@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import json
+import os
 import math
 import subprocess
 import sys
@@ -420,6 +421,21 @@ def test_as_a_script():
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 2
     assert_one_line(process.stderr, "pretrain.py", "--steps")
+
+
+def test_trainings_side_by_side_are_those_one_after_the_other(poem, tmp_path):
+    """Each has its own process, where it computes in one thread."""
+    found = []
+    for jobs in ("1", "2"):
+        out = tmp_path / jobs
+        command = [sys.executable, pretrain.__file__, "--data", str(poem), "--out", str(out)]
+        command += ["--steps", "2", "--strategies", "master,exact,compact", "--jobs", jobs]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "2"})
+        own = json.loads((out / "results.json").read_text())
+        assert list(own["strategies"]) == ["master", "exact", "compact"]
+        found.append({name: x["validation"] for name, x in own["strategies"].items()})
+    for name, losses in found[0].items():
+        assert found[1][name] == pytest.approx(losses, abs=1e-5)
 
 
 # Its parts
