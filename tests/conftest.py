@@ -9,6 +9,8 @@ from pathlib import Path
 
 from support import caches
 
+gc.disable()  # until tests run: imports and collection make millions of objects that live
+
 # Before torch reads it. Kernels stay between runs: their keys have the source, the compiler and the
 # processor. What torch compiles calls the library's operators by name, so it is of one source.
 os.environ["MCFTENSOR_CACHE_DIR"] = str(caches.folder() / "kernels")
@@ -43,6 +45,7 @@ def pytest_collection_finish() -> None:
     """Millions of objects live until the end: collections in tests need not visit them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

@@ -453,7 +453,7 @@ def source(program: Program, width: int) -> str:
             names.append(f"const double scalar{i} = number[{scalars} * count];")
             scalars += 1
     plain = Printer(program, _DIALECT, Copy(words={"i": "i", "first": "i"}))
-    inside = itertools.compress(program.instructions, plain.varies)
+    inside = itertools.compress(program.instructions, program.varies)
     lanes = width // max(4, *(x.dtype.itemsize for x in inside))
     of_block = BLOCK_SIZE // lanes if signature.shared else 1
     length = len(program.instructions)

@@ -21,8 +21,6 @@ from mcftensor.kernels.program import (
     Instruction,
     Place,
     Program,
-    last_zeros,
-    varying,
 )
 
 Key = str | tuple[str, torch.dtype]
@@ -92,8 +90,7 @@ class Printer:
         self.instructions = program.instructions
         self.dialect = dialect
         self.copy = copy or Copy()
-        self.varies = varying(program.instructions)
-        self._zeros = last_zeros(program.instructions)
+        self.varies, self._zeros = program.varies, program.last_zeros
 
     def lines(self, *, varying: bool) -> list[str]:
         """Return the lines of values that vary from element to element, or the other lines."""
