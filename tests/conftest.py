@@ -12,9 +12,11 @@ from support import caches
 gc.disable()  # until tests run: imports and collection make millions of objects that live
 
 # Before torch reads it. Kernels stay between runs: their keys have the source, the compiler and the
-# processor. What torch compiles calls the library's operators by name, so it is of one source.
+# processor. Graphs that torch compiles call the library's operators by name, so their keys have the
+# source of the library.
 os.environ["MCFTENSOR_CACHE_DIR"] = str(caches.folder() / "kernels")
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches.of_this_source())
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches.of_torch())
+os.environ["TORCH_COMPILE_CACHE_KEY_TAG"] = caches.source()
 
 # What tests start as programs of their own finds what they find.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))

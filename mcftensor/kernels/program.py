@@ -155,19 +155,24 @@ def record(body: Body, signature: Signature) -> Program:
 
 
 def _without_unused(program: Program) -> Program:
-    used = {place.index for place in program.results}
-    for i in reversed(range(len(program.instructions))):
-        if i in used:
-            operands = program.instructions[i].operands
-            used |= {x.index for x in operands if isinstance(x, Place)}
-    order = sorted(used)
-    new = {old: Place(i) for i, old in enumerate(order)}
-    kept = []
-    for i in order:
-        old = program.instructions[i]
-        operands = tuple(new[x.index] if isinstance(x, Place) else x for x in old.operands)
-        kept.append(Instruction(old.name, operands, old.dtype))
-    results = tuple(new[place.index] for place in program.results)
+    is_used = [False] * len(program.instructions)
+    for place in program.results:
+        is_used[place.index] = True
+    for i in reversed(range(len(is_used))):
+        if is_used[i]:
+            for x in program.instructions[i].operands:
+                if isinstance(x, Place):
+                    is_used[x.index] = True
+    if all(is_used):
+        return program
+    new: list[Place] = []  # by old places
+    kept: list[Instruction] = []
+    for old, is_kept in zip(program.instructions, is_used, strict=True):
+        new.append(Place(len(kept)))
+        if is_kept:
+            operands = tuple([new[x.index] if isinstance(x, Place) else x for x in old.operands])
+            kept.append(Instruction(old.name, operands, old.dtype))
+    results = tuple([new[place.index] for place in program.results])
     return Program(program.signature, tuple(kept), results)
 
 

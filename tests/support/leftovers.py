@@ -124,7 +124,7 @@ def _configurations() -> dict[str, Any]:
     return {x: sys.modules[x].get_hash() for x in names if x in sys.modules}
 
 
-# Each name that the library changes: the ends of its path as modules and as attributes, and the last.
+# Each name that the library changes, with the path of its owner: as modules, and as attributes.
 _PLACES = [
     (patch.name, [(".".join(owner[: i + 1]), owner[i]) for i in range(len(owner))], attribute)
     for patch in TABLE
