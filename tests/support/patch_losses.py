@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-for _module in ("torch._dynamo", "torch.distributed.checkpoint.state_dict", "peft"):
+for _module in ("torch._dynamo", "torch.distributed.checkpoint.state_dict"):
     importlib.import_module(_module)
 
 
@@ -141,4 +141,6 @@ def in_a_fork(name: str) -> list[list[str]]:
 
 
 if __name__ == "__main__":
+    for _name in sys.argv[1:]:
+        importlib.import_module(_name.partition(".")[0])
     json.dump({name: in_a_fork(name) for name in sys.argv[1:]}, sys.stdout)
