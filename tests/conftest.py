@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 from support import caches
@@ -24,6 +25,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
 import numpy as np
 import pytest
 import torch
+from _pytest.doctest import DoctestModule
 from hypothesis import settings
 
 import mcftensor as mcf
@@ -41,6 +43,12 @@ from support.ranks import RankPool
 
 def pytest_addoption(parser) -> None:
     parser.addoption("--without-float64", action="store_true", help="the library makes no float64")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for examples in docstrings of the library alone: tests have none."""
+    return [x for x in (yield) if not isinstance(x, DoctestModule)]
 
 
 def pytest_collection_finish() -> None:
