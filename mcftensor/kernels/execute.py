@@ -41,7 +41,8 @@ from mcftensor.kernels.without_float64 import (
 OF_A_CALL = 1 << 13
 
 # The number of elements from which looking for compiled code, and compiling it, is worthwhile. To
-# look, the function is recorded and printed, which takes the time of some thirty calls of it.
+# look, the function is recorded and printed, which takes the time of five to nine calls of it, and
+# most often no earlier process has compiled it.
 LOOK_AFTER = 1 << 18
 BUILD_AFTER = 1 << 20
 
