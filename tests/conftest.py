@@ -5,14 +5,19 @@ import gc
 import os
 import random
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 from support import caches
 
+gc.disable()  # until tests run: imports and collection make millions of objects that live
+
 # Before torch reads it. Kernels stay between runs: their keys have the source, the compiler and the
-# processor. What torch compiles calls the library's operators by name, so it is of one source.
+# processor. Graphs that torch compiles call the library's operators by name, so their keys have the
+# source of the library.
 os.environ["MCFTENSOR_CACHE_DIR"] = str(caches.folder() / "kernels")
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches.of_this_source())
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches.of_torch())
+os.environ["TORCH_COMPILE_CACHE_KEY_TAG"] = caches.source()
 
 # What tests start as programs of their own finds what they find.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -20,6 +25,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
 import numpy as np
 import pytest
 import torch
+from _pytest.doctest import DoctestModule
 from hypothesis import settings
 
 import mcftensor as mcf
@@ -39,10 +45,17 @@ def pytest_addoption(parser) -> None:
     parser.addoption("--without-float64", action="store_true", help="the library makes no float64")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for examples in docstrings of the library alone: tests have none."""
+    return [x for x in (yield) if not isinstance(x, DoctestModule)]
+
+
 def pytest_collection_finish() -> None:
     """Millions of objects live until the end: collections in tests need not visit them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

@@ -244,28 +244,28 @@ def operands(format: mcf.Format) -> dict[str, Any]:
     }
 
 
-def partners(format: mcf.Format) -> dict[str, Any]:
-    """What x meets in binary operations."""
+def partners(format: mcf.Format) -> dict[str, Callable[[], Any]]:
+    """What x meets in binary operations, made anew for each."""
+    other = mcf.Format(format.base, 5 - min(format.terms, 3))
     return {
-        "expansion": operands(format)["y"],
-        "transposed": number(format, *SHAPE[::-1], seed="t").t(),
-        "row": number(format, SHAPE[1], seed="row"),
-        "0-d expansion": number(format, seed="0-d", wide=False),
-        "other": number(mcf.Format(format.base, 5 - min(format.terms, 3)), *SHAPE, seed="other"),
-        "base": plain(format.dtype, *SHAPE),
-        "float32": plain(torch.float32, *SHAPE),
-        "float64": plain(torch.float64, *SHAPE),
-        "0-d": plain(torch.float64, seed="0-d", wide=False),
-        "int64": plain(torch.int64, *SHAPE),
-        "number": 0.1,
-        "integer": -3,
+        "expansion": lambda: operands(format)["y"],
+        "transposed": lambda: number(format, *SHAPE[::-1], seed="t").t(),
+        "row": lambda: number(format, SHAPE[1], seed="row"),
+        "0-d expansion": lambda: number(format, seed="0-d", wide=False),
+        "other": lambda: number(other, *SHAPE, seed="other"),
+        "base": lambda: plain(format.dtype, *SHAPE),
+        "float32": lambda: plain(torch.float32, *SHAPE),
+        "float64": lambda: plain(torch.float64, *SHAPE),
+        "0-d": lambda: plain(torch.float64, seed="0-d", wide=False),
+        "int64": lambda: plain(torch.int64, *SHAPE),
+        "number": lambda: 0.1,
+        "integer": lambda: -3,
     }
 
 
 def binary(format: mcf.Format) -> Results:
-    for expression, partner in product(BINARY, partners(format)):
-        names = operands(format) | {"y": partners(format)[partner]}
-        name, result = evaluated(expression, names)
+    for expression, (partner, make) in product(BINARY, partners(format).items()):
+        name, result = evaluated(expression, operands(format) | {"y": make()})
         yield f"{partner}: {name}", result
 
 

@@ -3,15 +3,19 @@
 import pytest
 
 import fingerprint
+from support.rotation import rotated
 
 GROUPS = fingerprint.groups()
 RECORDED = fingerprint.recorded()
 
 
-@pytest.mark.thinned(of=3)
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * group.slow) for n, group in GROUPS.items()],
+    [
+        *rotated(name for name, group in GROUPS.items() if not group.slow),
+        *(pytest.param(n, marks=pytest.mark.slow) for n, group in GROUPS.items() if group.slow),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:mcftensor runs without compiled code")
 @pytest.mark.filterwarnings("ignore::mcftensor.errors.ZeroMomentWarning")

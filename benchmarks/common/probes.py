@@ -5,6 +5,7 @@ A probe takes a strategy: how the weights are held, and which mode and path the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -113,28 +114,33 @@ def displacement(
     strategies: list[Strategy], kind: str, lr: float, beta2: float, count: int, steps: int = 1000
 ) -> dict[str, float]:
     """Relative error of the displacement (root mean square), by name of strategy."""
-    start = starting_weights(kind, count)
-    settings = {"lr": lr, "beta2": beta2, "weight_decay": 0.1}
+    settings = kind, lr, beta2, count, steps
+    exact = _moved(EXACT, *settings)
+    errors = {s.name: _moved(s, *settings) - exact for s in strategies}
+    return {name: (error.norm() / exact.norm()).item() for name, error in errors.items()}
 
-    def moved(strategy: Strategy) -> Tensor:
-        stream = gradient_stream(count, steps)
-        return weight_of(adamw(start, stream, strategy, **settings)) - start.double()
 
-    exact = moved(EXACT)
-    return {s.name: ((moved(s) - exact).norm() / exact.norm()).item() for s in strategies}
+@functools.cache
+def _moved(
+    strategy: Strategy, kind: str, lr: float, beta2: float, count: int, steps: int
+) -> Tensor:
+    start, stream = starting_weights(kind, count), gradient_stream(count, steps)
+    optimizer = adamw(start, stream, strategy, lr=lr, beta2=beta2, weight_decay=0.1)
+    return weight_of(optimizer) - start.double()
 
 
 def second_moment(strategy: Strategy, beta2: float, count: int = 1024, steps: int = 5000) -> float:
     """Median of the second moment over the exact one after stationary random gradients."""
-    settings = {"lr": 1e-6, "beta2": beta2, "weight_decay": 0.0}
+    settings = beta2, count, steps
+    return (_moment(strategy, *settings) / _moment(EXACT, *settings)).median().item()
 
-    def moment(strategy: Strategy) -> Tensor:
-        stream = gradient_stream(count, steps, drift=0.0)
-        optimizer = adamw(torch.ones(count), stream, strategy, **settings)
-        (state,) = optimizer.state.values()
-        return mcf.as_plain(state["exp_avg_sq"], torch.float64)
 
-    return (moment(strategy) / moment(EXACT)).median().item()
+@functools.cache
+def _moment(strategy: Strategy, beta2: float, count: int, steps: int) -> Tensor:
+    stream = gradient_stream(count, steps, drift=0.0)
+    optimizer = adamw(torch.ones(count), stream, strategy, lr=1e-6, beta2=beta2, weight_decay=0.0)
+    (state,) = optimizer.state.values()
+    return mcf.as_plain(state["exp_avg_sq"], torch.float64)
 
 
 def random_updates(size: float, steps: int = 50, count: int = 2**20) -> mcf.EDQ:

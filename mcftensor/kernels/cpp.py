@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from mcftensor.kernels.block_scales import BLOCK_SIZE
-from mcftensor.kernels.printer import COMMON, Copy, Dialect, Printer
+from mcftensor.kernels.printer import COMMON, Copy, Dialect, Printer, lines_of
 from mcftensor.kernels.program import COMPUTED, Program
 
 # Elements per thread that make starting it worthwhile, as in PyTorch.
@@ -408,18 +408,22 @@ def source(program: Program, width: int) -> str:
             names.append(f"const double scalar{i} = number[{scalars} * count];")
             scalars += 1
     plain = Printer(program, _DIALECT, Copy(words={"i": "i", "first": "i"}))
-    inside = itertools.compress(program.instructions, plain.varies)
+    inside = itertools.compress(program.instructions, program.varies)
     lanes = width // max(4, *(x.dtype.itemsize for x in inside))
     of_block = BLOCK_SIZE // lanes if signature.shared else 1
     length = len(program.instructions)
     count = max(next((x for most, x in _TOGETHER.items() if length <= most), 1), of_block)
     in_pairs = count > 1 and _in_pairs(program)
     size, dialect = (2, _IN_PAIRS) if in_pairs else (of_block, _DIALECT)
+    copies = [_copies(first, size) for first in range(0, count, size)]
+    printed = lines_of(program, dialect, list(itertools.chain(*copies)))
     groups = [
-        _lines(program, [Printer(program, dialect, x) for x in _copies(first, size)], in_pairs)
-        for first in range(0, count, size)
+        _lines(
+            [Printer(program, dialect, x) for x in group], itertools.islice(printed, size), in_pairs
+        )
+        for group in copies
     ]
-    body = groups[0] if signature.shared else _lines(program, [plain])
+    body = groups[0] if signature.shared else _lines([plain], [plain.lines(varying=True)])
     waits = any(x.name in ("div", "sqrt") for x in program.instructions)
     loop = _LOOP.format(
         names=_indented(names, 2),
@@ -463,11 +467,14 @@ def _copies(first: int, size: int) -> list[Copy]:
 
 
 def _lines(
-    program: Program, printers: Sequence[Printer], in_pairs: bool = False
+    printers: Sequence[Printer], values: Iterable[list[str]], in_pairs: bool = False
 ) -> list[Sequence[str]]:
-    """Return the loop body of a group of vectors: in each row a line per vector, or one for all."""
-    lines: list[Sequence[str]] = list(zip(*(x.lines(varying=True) for x in printers), strict=True))
-    words = [x.copy.words for x in printers]
+    """Return the loop body of a group of vectors: in each row a line per vector, or one for all.
+
+    To the lines of values it adds those that store the results.
+    """
+    lines: list[Sequence[str]] = list(zip(*values, strict=True))
+    words, program = [x.copy.words for x in printers], printers[0].program
     for i, place in enumerate(program.results):
         patterns = [x.pattern(place) for x in printers]
         if program.signature.shares(i):

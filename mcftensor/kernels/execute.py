@@ -39,8 +39,10 @@ from mcftensor.kernels.without_float64 import (
 # of one element takes the time of 5,000 to 28,000 elements.
 OF_A_CALL = 1 << 13
 
-# The number of elements from which looking for compiled code, and compiling it, is worthwhile.
-LOOK_AFTER = 1 << 15
+# The number of elements from which looking for compiled code, and compiling it, is worthwhile. To
+# look, the function is recorded and printed, which takes the time of five to nine calls of it, and
+# most often no earlier process has compiled it.
+LOOK_AFTER = 1 << 18
 BUILD_AFTER = 1 << 20
 
 LOCK = threading.RLock()

@@ -21,8 +21,6 @@ from mcftensor.kernels.program import (
     Instruction,
     Place,
     Program,
-    last_zeros,
-    varying,
 )
 
 Key = str | tuple[str, torch.dtype]
@@ -89,11 +87,10 @@ class Printer:
     """The lines of a program: `p3` is the pattern of instruction 3, and `v3` its value."""
 
     def __init__(self, program: Program, dialect: Dialect, copy: Copy | None = None) -> None:
-        self.instructions = program.instructions
+        self.program, self.instructions = program, program.instructions
         self.dialect = dialect
         self.copy = copy or Copy()
-        self.varies = varying(program.instructions)
-        self._zeros = last_zeros(program.instructions)
+        self.varies, self._zeros = program.varies, program.last_zeros
 
     def lines(self, *, varying: bool) -> list[str]:
         """Return the lines of values that vary from element to element, or the other lines."""
@@ -174,6 +171,20 @@ class Printer:
         return self.dialect.constant(
             torch.tensor(operand, dtype=wide, device="cpu").to(dtype).item(), dtype
         )
+
+
+def lines_of(program: Program, dialect: Dialect, copies: Sequence[Copy]) -> Iterator[list[str]]:
+    """Yield the lines of varying values of each copy: printed once, with marks for what differs."""
+    words = {word: f"\1{word}\1" for word in copies[0].words}
+    sharing = [f"\2{k}\2" for k in range(len(copies[0].sharing))]
+    marked = Printer(program, dialect, Copy("\3", words, sharing)).lines(varying=True)
+    for copy in copies:
+        text = "\n".join(marked).replace("\3", copy.suffix)
+        for word, value in copy.words.items():
+            text = text.replace(words[word], value)
+        for mark, suffix in zip(sharing, copy.sharing, strict=True):
+            text = text.replace(mark, suffix)
+        yield text.splitlines()
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -7,6 +7,7 @@ bits of its function in every language.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -89,6 +90,40 @@ class Program:
     instructions: tuple[Instruction, ...]
     results: tuple[Place, ...]
 
+    @functools.cached_property
+    def varies(self) -> list[bool]:
+        """Whether each instruction varies from element to element."""
+        varies: list[bool] = []
+        for x in self.instructions:
+            varies.append(
+                x.name in ("vector", "shared", "index")
+                or any(isinstance(o, Place) and varies[o.index] for o in x.operands)
+            )
+        return varies
+
+    @functools.cached_property
+    def last_zeros(self) -> list[int]:
+        """How many last bits of each 32-bit pattern are known to be zero."""
+        zeros: list[int] = []
+
+        def of(x: Any) -> int:
+            if isinstance(x, Place):
+                return zeros[x.index]
+            return (x & -x).bit_length() - 1 if isinstance(x, int) and x else 32 * (x == 0)
+
+        for x in self.instructions:
+            known = 0
+            if x.dtype == torch.int32 or x.name == "bits":
+                if x.name == "shift_left":
+                    count = x.operands[1]
+                    known = min(of(x.operands[0]) + (count if isinstance(count, int) else 0), 32)
+                elif x.name == "and":
+                    known = max(map(of, x.operands))
+                elif x.name in ("constant", "bits", "add", "sub", "or", "xor", "maximum", "where"):
+                    known = min(map(of, x.operands[-2:]))
+            zeros.append(known)
+        return zeros
+
     def is_undefined(self, x: Instruction) -> bool:
         """Whether the result is machine-dependent for large operands or NaNs."""
         return (
@@ -118,52 +153,25 @@ def record(body: Body, signature: Signature) -> Program:
 
 
 def _without_unused(program: Program) -> Program:
-    used = {place.index for place in program.results}
-    for i in reversed(range(len(program.instructions))):
-        if i in used:
-            operands = program.instructions[i].operands
-            used |= {x.index for x in operands if isinstance(x, Place)}
-    order = sorted(used)
-    new = {old: Place(i) for i, old in enumerate(order)}
-    kept = []
-    for i in order:
-        old = program.instructions[i]
-        operands = tuple(new[x.index] if isinstance(x, Place) else x for x in old.operands)
-        kept.append(Instruction(old.name, operands, old.dtype))
-    results = tuple(new[place.index] for place in program.results)
+    is_used = [False] * len(program.instructions)
+    for place in program.results:
+        is_used[place.index] = True
+    for i in reversed(range(len(is_used))):
+        if is_used[i]:
+            for x in program.instructions[i].operands:
+                if isinstance(x, Place):
+                    is_used[x.index] = True
+    if all(is_used):
+        return program
+    new: list[Place] = []  # by old places
+    kept: list[Instruction] = []
+    for old, is_kept in zip(program.instructions, is_used, strict=True):
+        new.append(Place(len(kept)))
+        if is_kept:
+            operands = tuple([new[x.index] if isinstance(x, Place) else x for x in old.operands])
+            kept.append(Instruction(old.name, operands, old.dtype))
+    results = tuple([new[place.index] for place in program.results])
     return Program(program.signature, tuple(kept), results)
-
-
-def varying(instructions: Sequence[Instruction]) -> list[bool]:
-    """Return, for each instruction, whether it varies from element to element."""
-    varies: list[bool] = []
-    for x in instructions:
-        operands = [o.index for o in x.operands if isinstance(o, Place)]
-        varies.append(x.name in ("vector", "shared", "index") or any(varies[i] for i in operands))
-    return varies
-
-
-def last_zeros(instructions: Sequence[Instruction]) -> list[int]:
-    """Return how many last bits of each 32-bit pattern are known to be zero."""
-    zeros: list[int] = []
-
-    def of(x: Any) -> int:
-        if isinstance(x, Place):
-            return zeros[x.index]
-        return (x & -x).bit_length() - 1 if isinstance(x, int) and x else 32 * (x == 0)
-
-    for x in instructions:
-        known = 0
-        if x.dtype == torch.int32 or x.name == "bits":
-            if x.name == "shift_left":
-                count = x.operands[1]
-                known = min(of(x.operands[0]) + (count if isinstance(count, int) else 0), 32)
-            elif x.name == "and":
-                known = max(map(of, x.operands))
-            elif x.name in ("constant", "bits", "add", "sub", "or", "xor", "maximum", "where"):
-                known = min(map(of, x.operands[-2:]))
-        zeros.append(known)
-    return zeros
 
 
 # aten's name: the name of an instruction whose operands are converted to the type of the result.
@@ -211,6 +219,12 @@ def _is_native(name: str, dtype: torch.dtype) -> bool:
     return dtype in _NATIVE.get(name, ()) and (name != "fma" or has_float64())
 
 
+@functools.lru_cache(maxsize=1024)
+def _is_composite(func: Any) -> bool:
+    """Whether an operator consists of others, into which inference mode does not decompose it."""
+    return func.has_kernel_for_dispatch_key(_COMPOSITE)
+
+
 _SAME = (aten.clone, aten.detach, aten.alias, aten.lift_fresh)
 _CONSTANTS = {aten.zeros_like: 0, aten.ones_like: 1}
 
@@ -219,7 +233,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.instructions: list[Instruction] = []
-        self.known: dict[tuple[str, str, torch.dtype], Place] = {}
+        self.known: dict[tuple[Any, ...], Place] = {}
         self.places: dict[int, Place] = {}
         self.alive: list[Tensor] = []  # keeps ids of tensors unique
 
@@ -253,7 +267,8 @@ class _Recorder(TorchDispatchMode):
     def _add(self, name: str, operands: tuple[Any, ...], dtype: torch.dtype) -> Place:
         if dtype not in COMPUTED:
             raise NotImplementedError(f"programs have no {dtype}")
-        key = (name, repr(operands), dtype)  # 0.0 is -0.0, and 1 is True
+        # Numbers by their text: 0.0 is -0.0, and 1 is True.
+        key = (name, dtype, *[x.index if isinstance(x, Place) else repr(x) for x in operands])
         if key not in self.known:
             self.known[key] = Place(len(self.instructions))
             self.instructions.append(Instruction(name, operands, dtype))
@@ -293,7 +308,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.has_kernel_for_dispatch_key(_COMPOSITE):  # not decomposed in inference mode
+        if _is_composite(func):
             return self.watch(func.decompose, *args, **kwargs)
         if func.namespace == "mcftensor" and not _is_native(func._opname, args[0].dtype):
             return self.watch(DEFINITIONS[func._opname], *args)

@@ -1,6 +1,7 @@
 """Conversion of checkpoints: what is converted, what is refused, in how much memory."""
 
 import copy
+import functools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from torch import nn
 import mcftensor as mcf
 from mcftensor.__main__ import main
 from support import foreign
+from support.forks import exit_status, needs_fork
 from support.helpers import assert_same_bits, sample
 from support.helpers import small_model as make
 
@@ -175,17 +177,15 @@ class TestDestinations:
             mcf.checkpoint.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to", progress=stop)
         assert [f.name for f in tmp_path.iterdir()] == ["x.pt"]
 
+    @needs_fork
     def test_what_a_killed_process_has_left_goes_with_the_next(self, tmp_path):
         torch.save(foreign.MASTERS, tmp_path / "x.pt")
-        script = (
-            "import os, sys, mcftensor as mcf\n"
-            "convert = mcf.checkpoint.convert_checkpoint\n"
-            "convert(sys.argv[1], sys.argv[2], progress=lambda *_: os._exit(9))"
+        convert = functools.partial(
+            mcf.checkpoint.convert_checkpoint, tmp_path / "x.pt", tmp_path / "to"
         )
-        paths = str(tmp_path / "x.pt"), str(tmp_path / "to")
-        assert subprocess.run([sys.executable, "-c", script, *paths], check=False).returncode == 9
+        assert exit_status(lambda: convert(progress=lambda *_: os._exit(9))) == 9
         assert len(list(tmp_path.glob(".to.*.tmp"))) == 1
-        mcf.checkpoint.convert_checkpoint(*paths)
+        convert()
         assert sorted(f.name for f in tmp_path.iterdir()) == ["to", "x.pt"]
 
 

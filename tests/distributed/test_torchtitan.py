@@ -2,7 +2,6 @@
 `make works-with`."""
 
 import dataclasses
-import subprocess
 import sys
 import tempfile
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import mcftensor as mcf
 from mcftensor.dispatch.operands import count_of
 from mcftensor.training.torchtitan_spec import in_expansions
+from support.forks import exit_status, needs_fork
 from support.ranks import on_ranks
 
 
@@ -227,13 +227,15 @@ assert optimizer.state[model.weight]["exp_avg"].format == mcf.mxfp8
 """
 
 
+@needs_fork
 def test_the_step_that_makes_states_is_not_counted(tmp_path):
     """torchtitan takes one with zero gradients and a rate of 0 before it saves or loads."""
     package = tmp_path / "torchtitan/components/optimizer"
     package.mkdir(parents=True)
     (package / "optimizer.py").write_text(STEP)
-    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{CHECK}"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert not done.returncode, done.stderr
+
+    def check():
+        sys.path.insert(0, str(tmp_path))
+        exec(CHECK, {})
+
+    assert exit_status(check) == 0

@@ -2,12 +2,12 @@
 
 import contextlib
 import errno
+import functools
 import os
 import random
 import signal
 import stat
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -15,10 +15,10 @@ import torch
 
 import mcftensor as mcf
 from mcftensor.checkpoint import atomic_files, saving
+from support.forks import fork, needs_fork
 from support.helpers import same_terms, sample
 
 pytest.importorskip("safetensors")
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +27,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
+@functools.cache
 def state(seed):
     return {f"{i}.weight": sample(mcf.bf16x2, 30, seed=10 * seed + i) for i in range(3)}
 
@@ -96,19 +97,6 @@ def instrument(patch, before):
         (Path, "write_text"),
     ]:
         patch.setattr(owner, name, announced(getattr(owner, name)))
-
-
-def fork(function):
-    """Run a function in a copy of this process; return its id."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Later versions of Python warn where threads exist.
-        child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            function()
-            os._exit(0)
-        os._exit(1)
-    return child
 
 
 @pytest.mark.thinned(of=4)  # an error at every point is tried for every kind

@@ -21,30 +21,32 @@ WAITING = [row.name for row in TABLE if row.change is not None and not row.befor
 
 
 @pytest.fixture(scope="module")
-def warned_of(request):
-    """What is warned of where a name is not as it was, by the names of the tests that run."""
+def answers(request):
+    """What is warned of where a name is not as it was, by the names of the tests that run; and what
+    a process finds that imports the library, and makes an expansion late.
+    """
     test = test_without_a_patch_one_warning_says_what_is_lost_and_all_else_works
     rows = [case.callspec.params["row"] for case in cases_of(request.session, test)]
-    return result_of("patch_losses.py", *(row.name for row in rows))
-
-
-def result_of(program, *arguments):
-    path = Path(__file__).parents[1] / "support" / program
-    command = [sys.executable, "-W", "error", str(path), *arguments]
+    late = [name for name in WAITING if name.startswith("torch.")]
+    command = [sys.executable, "-W", "error", "-m", "support.patch_losses"]
+    command.append(json.dumps([[row.name for row in rows], late]))
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+
+@pytest.fixture
+def warned_of(answers):
+    return answers[0]
+
+
+@pytest.fixture
+def process(answers):
+    return answers[1]
 
 
 def test_few_changes_do_not_wait_and_say_why():
     early = [row for row in TABLE if row.before]
     assert len(early) <= 3
     assert early == [row for row in TABLE if row.when == "import mcftensor"]
-
-
-@pytest.fixture(scope="module")
-def process():
-    """One that imports the library, and makes an expansion late."""
-    names = (name for name in WAITING if name.startswith("torch."))
-    return result_of("without_expansions.py", *names)
 
 
 def test_without_an_expansion_torch_is_as_it_was(process):

@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import time
 from pathlib import Path
 
 
@@ -14,16 +15,21 @@ def folder() -> Path:
     return Path(named).absolute() if named else home / "mcftensor-tests"
 
 
-def of_this_source() -> Path:
-    """Return the folder for code that PyTorch compiles with this source of the library.
-
-    Folders of other sources are removed a day after their last run began.
-    """
+def source() -> str:
+    """Return a digest of the library's source."""
     digest = hashlib.sha256()
     package = Path(importlib.util.find_spec("mcftensor").origin).parent
     for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
-    own = folder() / f"torch-{digest.hexdigest()[:16]}"
+    return digest.hexdigest()
+
+
+def of_torch() -> Path:
+    """Return the folder for code that PyTorch compiles, a new one each week.
+
+    Others are removed a day after their last run began.
+    """
+    own = folder() / f"torch-{int(time.time()) // (7 * 24 * 60 * 60)}"
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
     own.touch()
     for path in folder().glob("torch-*"):

@@ -124,17 +124,24 @@ def _configurations() -> dict[str, Any]:
     return {x: sys.modules[x].get_hash() for x in names if x in sys.modules}
 
 
+# Each name that the library changes, with the path of its owner: as modules, and as attributes.
+_PLACES = [
+    (patch.name, [(".".join(owner[: i + 1]), owner[i]) for i in range(len(owner))], attribute)
+    for patch in TABLE
+    if patch.change is not None
+    for *owner, attribute in [patch.name.split(".")]
+]
+
+
 def _patched() -> dict[str, Any]:
     """What stands under each name of torch that the library changes."""
-    found = {}
-    for patch in TABLE:
-        owner, _, attribute = patch.name.rpartition(".")
-        place: Any = sys.modules
-        for i, part in enumerate(parts := owner.split(".")):
-            module = sys.modules.get(".".join(parts[: i + 1]))
-            place = module if module is not None else getattr(place, part, None)
-        if place is not None and patch.change is not None:
-            found[patch.name] = _untraced(getattr(place, attribute, None))
+    found, modules = {}, sys.modules
+    for name, path, attribute in _PLACES:
+        place: Any = None
+        for module, part in path:
+            place = modules.get(module) or getattr(place, part, None)
+        if place is not None:
+            found[name] = _untraced(getattr(place, attribute, None))
     return found
 
 

@@ -1,7 +1,8 @@
 """What a process with another torch sees: one in which a name that is patched is not as it was.
 
-As a program it takes names, and prints as JSON what was warned of in a process for each. The
-processes are forks of one that has imported torch, which takes seconds, but not mcftensor.
+As a program it takes names, and prints as JSON what was warned of in a process for each, and what
+`without_expansions` finds. The processes are forks of one that has imported torch, which takes
+seconds, but not mcftensor.
 """
 
 import contextlib
@@ -13,12 +14,16 @@ import pkgutil
 import sys
 import types
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-for _module in ("torch._dynamo", "torch.distributed.checkpoint.state_dict", "peft"):
+from support import without_expansions
+
+for _module in ("torch._dynamo", "torch.distributed.checkpoint.state_dict"):
     importlib.import_module(_module)
 
 
@@ -126,11 +131,11 @@ def warned_of(name: str) -> list[list[str]]:
     return [[type(w.message).__name__, str(w.message)] for w in caught]
 
 
-def in_a_fork(name: str) -> list[list[str]]:
+def in_a_fork(function: Callable[..., Any], *args: Any) -> Any:
     reading, writing = os.pipe()
     if os.fork() == 0:
         try:
-            answer = warned_of(name)
+            answer = function(*args)
         except BaseException as error:  # noqa: BLE001
             answer = [[type(error).__name__, str(error)]]
         os.write(writing, json.dumps(answer).encode())
@@ -141,4 +146,8 @@ def in_a_fork(name: str) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    json.dump({name: in_a_fork(name) for name in sys.argv[1:]}, sys.stdout)
+    _changed, _waiting = json.loads(sys.argv[1])
+    _late = in_a_fork(without_expansions.main, _waiting)
+    for _name in _changed:
+        importlib.import_module(_name.partition(".")[0])
+    json.dump([{x: in_a_fork(warned_of, x) for x in _changed}, _late], sys.stdout)

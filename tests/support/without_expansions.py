@@ -1,9 +1,8 @@
 """What stands under the names that the library changes, in a process that makes expansions late.
 
-As a program it prints as JSON what became of these names, and of steps that were kept for later.
+`main` returns what became of these names, and of steps that were kept for later.
 """
 
-import json
 import os
 import pickle
 import pkgutil
@@ -145,7 +144,3 @@ def main(names: list[str]) -> dict[str, object]:
         "changed with one": with_expansions,
         "steps": steps,
     }
-
-
-if __name__ == "__main__":
-    json.dump(main(sys.argv[1:]), sys.stdout)

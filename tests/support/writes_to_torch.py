@@ -16,7 +16,7 @@ LOOKING_UP = {"getattr", "import_module", "type", "vars"}
 
 def writes(source: str, names: Iterable[str] = ()) -> list[int]:
     """The lines of a source that write to torch, or to attributes of these names of any object."""
-    tree = ast.parse(source)
+    tree = [*ast.walk(ast.parse(source))]
     torchs = _names_of_torch(tree)
     names = set(names)
 
@@ -49,12 +49,12 @@ def writes(source: str, names: Iterable[str] = ()) -> list[int]:
         return False
 
     _add_aliases(tree, torchs, is_torchs)
-    return sorted({node.lineno for node in ast.walk(tree) if is_written(node)})
+    return sorted({node.lineno for node in tree if is_written(node)})
 
 
-def _names_of_torch(tree: ast.AST) -> set[str]:
+def _names_of_torch(tree: list[ast.AST]) -> set[str]:
     names = set()
-    for node in ast.walk(tree):
+    for node in tree:
         match node:
             case ast.Import(aliases):
                 found = [a for a in aliases if a.name.partition(".")[0] == "torch"]
@@ -71,8 +71,8 @@ def _add_aliases(tree, torchs, is_torchs) -> None:
             torchs.add(name)
 
 
-def _assignments(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    for node in ast.walk(tree):
+def _assignments(tree: list[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    for node in tree:
         match node:
             case ast.Assign([ast.Name(name)], value) | ast.For(ast.Name(name), value):
                 yield name, value

@@ -16,7 +16,7 @@ from mcftensor.kernels.program import Signature, record
 from mcftensor.tensor.step_context import current_step
 from support.kernel_cases import way
 
-COUNT = 1 << 20
+COUNT = 1 << 17
 TRIES = 12
 
 # What is cut may be a collection of garbage, which cannot raise.

@@ -207,7 +207,7 @@ def test_initial_values_use_all_terms(name):
 )
 def test_averages_keep_all_terms(options):
     """Where plain bf16 averages are off by all of the displacement."""
-    steps, lr = 2000, 1e-5
+    steps, lr = 500, 1e-5
 
     def run(model):
         average = AveragedModel(model, **options)

@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import os
-import subprocess
 import sys
 import threading
 
@@ -414,45 +412,3 @@ def test_tensors_that_are_swapped(at_once):
     for a, b in zip(at_once(update, *values()), update(*values()), strict=True):
         assert_same_terms(a, b)
     assert on_tape == [False, True]
-
-
-FORKING = """
-import os, threading, time
-import torch, mcftensor as mcf
-from mcftensor.tensor import tape
-
-weight = torch.nn.Parameter(mcf.as_expansion(torch.ones(4, 4), mcf.bf16x2))
-weight.grad = torch.ones(4, 4, dtype=torch.bfloat16)
-optimizer = torch.optim.AdamW([weight], foreach=False)
-optimizer.step()
-holds = threading.Event()
-
-def hold():
-    with tape.LOCK:
-        holds.set()
-        time.sleep(0.2)
-
-thread = threading.Thread(target=hold)
-thread.start()
-holds.wait()
-child = os.fork()
-if child == 0:
-    optimizer.step()
-    os._exit(3)
-optimizer.step()
-thread.join()
-for _ in range(300):
-    pid, status = os.waitpid(child, os.WNOHANG)
-    if pid:
-        break
-    time.sleep(0.1)
-else:
-    os.kill(child, 9)
-print(os.waitstatus_to_exitcode(status))
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_a_child_that_steps_while_another_thread_of_its_parent_did():
-    command = [sys.executable, "-W", "ignore", "-c", FORKING]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "3\n"

@@ -1,7 +1,9 @@
 """Another thread that copies a tensor gets the numbers before or after a write, never of both."""
 
 import copy
+import os
 import threading
+import time
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 import mcftensor as mcf
 from mcftensor.kernels import LOCK
+from support.forks import fork, needs_fork
 from support.helpers import assert_same_bits
 
 FORMATS = [mcf.bf16x2, mcf.bf16x3, mcf.fp32x2, mcf.bf16i16, mcf.bf16i8, mcf.mxfp8]
@@ -104,3 +107,33 @@ def test_a_step_takes_the_lock(format, mode, options):
     optimizer.step()
     before = [x.clone() for x in p.components]
     assert_waits(optimizer.step, p, before)
+
+
+@needs_fork
+def test_a_child_that_steps_while_another_thread_of_its_parent_did():
+    weight = nn.Parameter(mcf.as_expansion(torch.ones(4, 4), mcf.bf16x2))
+    weight.grad = torch.ones(4, 4, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW([weight], foreach=False)
+    optimizer.step()
+    holds = threading.Event()
+
+    def hold():
+        with LOCK:
+            holds.set()
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    holds.wait()
+    child = fork(optimizer.step)
+    optimizer.step()
+    thread.join()
+    for _ in range(300):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, 9)
+    assert pid
+    assert status == 0
