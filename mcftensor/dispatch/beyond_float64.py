@@ -20,10 +20,8 @@ from mcftensor.dispatch import (
     decompositions,
     elementary,
     linear_algebra,
-    losses,
     matrix_functions,
     matrix_products,
-    norm_gradients,
     pooling,
     random_numbers,
     scattering,
@@ -333,8 +331,6 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "allclose": _allclose,  # torch.allclose
     **scattering.ALGORITHMS,  # x.index_add, gradients of F.max_pool2d
     **decompositions.ALGORITHMS,  # nn.LayerNorm, F.mse_loss
-    **losses.ALGORITHMS,  # gradients of F.mse_loss
-    **norm_gradients.ALGORITHMS,  # gradients of nn.BatchNorm2d
     **elementary.ALGORITHMS,  # torch.exp, x.softmax
     **random_numbers.ALGORITHMS,  # x.normal_, nn.init
 }
