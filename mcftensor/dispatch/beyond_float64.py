@@ -288,19 +288,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "_trilinear": in_longer(_trilinear),  # F.bilinear
     "convolution": convolutions.convolution,  # F.conv1d, F.conv_transpose2d
     "convolution_backward": convolutions.convolution_backward,  # their gradients
-    **{
-        name: in_longer(function)
-        for name, function in {
-            "avg_pool2d": pooling.averages(aten.avg_pool2d),  # F.avg_pool1d, F.avg_pool2d
-            "avg_pool3d": pooling.averages(aten.avg_pool3d),  # F.avg_pool3d
-            "avg_pool2d_backward": pooling.gradients_of_averages(aten.avg_pool2d),
-            "avg_pool3d_backward": pooling.gradients_of_averages(aten.avg_pool3d),
-            "_adaptive_avg_pool2d": pooling.adaptive_averages(2),  # F.adaptive_avg_pool2d
-            "_adaptive_avg_pool3d": pooling.adaptive_averages(3),  # F.adaptive_avg_pool3d
-            "_adaptive_avg_pool2d_backward": pooling.gradients_of_adaptive_averages(2),
-            "_adaptive_avg_pool3d_backward": pooling.gradients_of_adaptive_averages(3),
-        }.items()
-    },  # pooling, and its gradients
+    **pooling.ALGORITHMS,  # F.avg_pool2d
     "eye": torch.eye,  # nn.init.eye_
     "fill": lambda x, value: torch.zeros_like(x).fill_(value),  # torch.fill
     "sign": _sign,  # x.sign, gradients of x.abs
