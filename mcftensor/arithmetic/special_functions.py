@@ -4,7 +4,8 @@ Each function takes and returns float64 tensors, as PyTorch's function of the sa
 relative error is a few roundings where PyTorch loses digits: in the tails of `gelu` and of
 the normal distribution, at zeros of `digamma`, `logit`, `sinc` and `tanhshrink`, where one element
 dominates `log_softmax`, for small arguments of `igammac`, and in all of `polygamma(1, x)`.
-Functions that call no error-free transformation are differentiable.
+Functions that call no error-free transformation are differentiable. They also take expansions, in
+which constants are functions of exact numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from mcftensor.kernels.custom_ops import inline
 
 _two_prod, _two_sum = inline(eft.two_prod), inline(eft.two_sum)
 
-_LOG_2 = math.log(2)
 # Constants as sums of two floats.
 _ROOT_HALF = (0.7071067811865476, -4.833646656726457e-17)
 _ROOT_8_OVER_PI = (1.5957691216057308, -9.96930880911092e-17)
@@ -175,15 +175,16 @@ def polygamma(n: int, x: Tensor) -> Tensor:
 def logit(x: Tensor, eps: float | None = None) -> Tensor:
     """log(x / (1 - x)); near 1/2 it is 2 atanh(2x - 1), whose argument is exact."""
     x = x if eps is None else x.clamp(eps, 1 - eps)
-    return torch.where((x - 0.5).abs() < 0.25, 2 * torch.atanh(2 * x - 1), torch.logit(x))
+    far = torch.log(x) - torch.log1p(-x)
+    return torch.where((x - 0.5).abs() < 0.25, 2 * torch.atanh(2 * x - 1), far)
 
 
 def sinc(x: Tensor) -> Tensor:
     """sin(pi x) / (pi x), from the exact distance to the nearest integer."""
-    whole = torch.round(x)
-    sine = torch.sin(math.pi * (x - whole))
+    whole, pi = torch.round(x), torch.acos(x.new_full((), -1.0))
+    sine = torch.sin(pi * (x - whole))
     sine = torch.where(torch.remainder(whole, 2) == 1, -sine, sine)
-    return torch.where(x == 0, 1.0, sine / (math.pi * x))
+    return torch.where(x == 0, 1.0, sine / (pi * x))
 
 
 _OF_TANHSHRINK = [float(exact.tanhshrink_coefficient(k)) for k in range(24)]
@@ -213,7 +214,7 @@ def log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     PyTorch takes the logarithm of a sum near 1, and returns 0 where one element dominates.
     """
     if not x.numel():
-        return torch.log_softmax(x, dim)
+        return x.clone()
     maximum = x.amax(dim, keepdim=True)
     # An infinite maximum makes the whole row NaN, as in PyTorch.
     return (x - maximum) - torch.log1p(_rest(x, maximum, dim, True) + 0 * maximum)
@@ -222,16 +223,17 @@ def log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
 def logsumexp(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
     """PyTorch's logsumexp with log1p: exact where the largest element is near 0 and dominates."""
     if not x.numel():
-        return torch.logsumexp(x, dim, keepdim)
+        return torch.log(x.exp().sum(dim, keepdim))
     maximum = x.amax(dim, keepdim=True)
     return x.amax(dim, keepdim=keepdim) + torch.log1p(_rest(x, maximum, dim, keepdim))
 
 
-def _softplus(x: Tensor) -> Tensor:
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x)."""
     return x.clamp_min(0) + torch.log1p(torch.exp(-x.abs()))
 
 
-def _reduced(loss: Tensor, reduction: int) -> Tensor:
+def reduced(loss: Tensor, reduction: int) -> Tensor:
     """Reduce a loss; PyTorch numbers the reductions none (0), mean (1) and sum (2)."""
     return loss.mean() if reduction == 1 else loss.sum() if reduction == 2 else loss
 
@@ -248,13 +250,13 @@ def binary_cross_entropy_with_logits(
     PyTorch's parts cancel: its loss is 0 for correct predictions far from 0.
     """
     positive = target if pos_weight is None else target * pos_weight
-    loss = (1 - target) * _softplus(x) + positive * _softplus(-x)
-    return _reduced(loss if weight is None else loss * weight, reduction)
+    loss = (1 - target) * softplus(x) + positive * softplus(-x)
+    return reduced(loss if weight is None else loss * weight, reduction)
 
 
 def soft_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
     """log1p(exp(-x target)), without the overflow of PyTorch's exp."""
-    return _reduced(_softplus(-x * target), reduction)
+    return reduced(softplus(-x * target), reduction)
 
 
 def logaddexp2(x: Tensor, y: Tensor) -> Tensor:
@@ -264,8 +266,9 @@ def logaddexp2(x: Tensor, y: Tensor) -> Tensor:
     """
     larger, smaller = torch.maximum(x, y), torch.minimum(x, y)
     difference = torch.where(larger == smaller, 0.0, smaller - larger)  # 0 for equal infinities too
-    near = (larger + 1) + torch.log1p(torch.expm1(difference * _LOG_2) / 2) / _LOG_2
-    far = larger + torch.log1p(torch.exp2(difference)) / _LOG_2
+    log_2 = torch.log(x.new_full((), 2.0))
+    near = (larger + 1) + torch.log1p(torch.expm1(difference * log_2) / 2) / log_2
+    far = larger + torch.log1p(torch.exp2(difference)) / log_2
     return torch.where(difference > -0.5, near, far)
 
 

@@ -20,10 +20,8 @@ from mcftensor.dispatch import (
     decompositions,
     elementary,
     linear_algebra,
-    losses,
     matrix_functions,
     matrix_products,
-    norm_gradients,
     pooling,
     random_numbers,
     scattering,
@@ -227,15 +225,6 @@ def _div(x: Tensor, y: Tensor, *, rounding_mode: str | None = None) -> Tensor:
     return torch.where(torch.isfinite(whole), whole, rounded)
 
 
-def _allclose(
-    x: Tensor, y: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
-) -> bool:
-    close = (x == y) | (torch.isfinite(y) & ((x - y).abs() <= y.abs() * rtol + atol))
-    if equal_nan:
-        close = close | (torch.isnan(x) & torch.isnan(y))
-    return bool(close.all())
-
-
 # ------------------------------------------------------------------------------- evenly spaced
 
 
@@ -290,19 +279,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "_trilinear": in_longer(_trilinear),  # F.bilinear
     "convolution": convolutions.convolution,  # F.conv1d, F.conv_transpose2d
     "convolution_backward": convolutions.convolution_backward,  # their gradients
-    **{
-        name: in_longer(function)
-        for name, function in {
-            "avg_pool2d": pooling.averages(aten.avg_pool2d),  # F.avg_pool1d, F.avg_pool2d
-            "avg_pool3d": pooling.averages(aten.avg_pool3d),  # F.avg_pool3d
-            "avg_pool2d_backward": pooling.gradients_of_averages(aten.avg_pool2d),
-            "avg_pool3d_backward": pooling.gradients_of_averages(aten.avg_pool3d),
-            "_adaptive_avg_pool2d": pooling.adaptive_averages(2),  # F.adaptive_avg_pool2d
-            "_adaptive_avg_pool3d": pooling.adaptive_averages(3),  # F.adaptive_avg_pool3d
-            "_adaptive_avg_pool2d_backward": pooling.gradients_of_adaptive_averages(2),
-            "_adaptive_avg_pool3d_backward": pooling.gradients_of_adaptive_averages(3),
-        }.items()
-    },  # pooling, and its gradients
+    **pooling.ALGORITHMS,  # F.avg_pool2d
     "eye": torch.eye,  # nn.init.eye_
     "fill": lambda x, value: torch.zeros_like(x).fill_(value),  # torch.fill
     "sign": _sign,  # x.sign, gradients of x.abs
@@ -330,11 +307,9 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "_linalg_svd": linear_algebra.svd,  # torch.linalg.svd, svdvals, cond
     "linalg_pinv": matrix_functions.pinv,  # torch.linalg.pinv
     "linalg_matrix_exp": matrix_functions.matrix_exp,  # torch.linalg.matrix_exp
-    "allclose": _allclose,  # torch.allclose
+    "allclose": lambda *args, **kwargs: bool(torch.isclose(*args, **kwargs).all()),  # x.allclose
     **scattering.ALGORITHMS,  # x.index_add, gradients of F.max_pool2d
     **decompositions.ALGORITHMS,  # nn.LayerNorm, F.mse_loss
-    **losses.ALGORITHMS,  # gradients of F.mse_loss
-    **norm_gradients.ALGORITHMS,  # gradients of nn.BatchNorm2d
     **elementary.ALGORITHMS,  # torch.exp, x.softmax
     **random_numbers.ALGORITHMS,  # x.normal_, nn.init
 }

@@ -1,8 +1,8 @@
 """Convolutions of more than 48 bits, as matrix products of windows.
 
 A convolution is a product of a matrix with one row for each window of the input and a matrix with
-one column for each channel of the output. A transposed convolution is a convolution of the input
-with zeros between its elements.
+one column for each channel of the output. Gradients, and so transposed convolutions, are those of
+this composition.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from mcftensor.dispatch.decompositions import gradients
 
 Sizes = Sequence[int]
 
@@ -37,8 +39,9 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Te
 
     *Error*: that of `sliced_product`, for the sum of products of a window.
     """
-    result = _convolution(x, weight, _for_each_dimension(weight, *how))
-    return result if bias is None else result + _along_channels(bias, weight)
+    sizes = _for_each_dimension(weight, *how)
+    result = (_transposed if sizes.transposed else _convolution)(x, weight, sizes)
+    return result if bias is None else result + bias.view(-1, *[1] * (weight.dim() - 2))
 
 
 def convolution_backward(
@@ -49,14 +52,19 @@ def convolution_backward(
     *arguments: Any,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return gradients of the input, of the weight and of the bias, if they are asked for."""
-    *given, asked = arguments
+    *given, (*of_operands, of_bias) = arguments
     how = _for_each_dimension(weight, *given)
-    of_x, of_weight, of_bias = (bool(x) for x in asked)
-    return (
-        _gradient_of_input(gradient, x, weight, how) if of_x else None,
-        _gradient_of_weight(gradient, x, weight, how) if of_weight else None,
-        gradient.sum([0, *range(2, gradient.dim())]) if of_bias else None,
-    )
+    bias = gradient.sum([0, *range(2, gradient.dim())]) if of_bias else None
+    if how.transposed:  # the gradient of y in the product of x and a convolution of y
+        of_x, of_weight = of_operands
+        return (
+            _convolution(gradient, weight, how) if of_x else None,
+            gradients(lambda w: _convolution(gradient, w, how), x, [weight], [of_weight])[0],
+            bias,
+        )
+    operands = [x, weight]
+    found = gradients(lambda x, w: _convolution(x, w, how), gradient, operands, of_operands)
+    return found[0], found[1], bias
 
 
 def _for_each_dimension(weight: Tensor, *how: Any) -> _How:
@@ -65,45 +73,23 @@ def _for_each_dimension(weight: Tensor, *how: Any) -> _How:
     return _How(*given)
 
 
-def _along_channels(bias: Tensor, weight: Tensor) -> Tensor:
-    return bias.view(-1, *(1 for _ in weight.shape[2:]))
+def _transposed(x: Tensor, weight: Tensor, how: _How) -> Tensor:
+    """Return the gradient of the input of a convolution."""
+    spaces = zip(x.shape[2:], weight.shape[2:], *how[:3], how.output_padding, strict=True)
+    shape = [(n - 1) * s - 2 * p + d * (k - 1) + 1 + more for n, k, s, p, d, more in spaces]
+    of = x.new_zeros([x.shape[0], weight.shape[1] * how.groups, *shape])
+    made = gradients(lambda y: _convolution(y, weight, how), x, [of])[0]
+    assert made is not None
+    return made
 
 
 def _convolution(x: Tensor, weight: Tensor, how: _How) -> Tensor:
-    if how.transposed:
-        stuffed = _with_zeros_between(x, how.stride)
-        edges = [d * (k - 1) for d, k in zip(how.dilation, weight.shape[2:], strict=True)]
-        left = [edge - p for edge, p in zip(edges, how.padding, strict=True)]
-        right = [edge + more for edge, more in zip(left, how.output_padding, strict=True)]
-        padded = _padded(stuffed, left, right)
-        plain = how._replace(stride=[1] * len(edges), transposed=False, padding=[0] * len(edges))
-        return _convolution(padded, _turned(weight, how.groups), plain)
-    windows = _windows(_padded(x, how.padding, how.padding), weight.shape[2:], how)
+    padding = [*chain(*((p, p) for p in reversed(how.padding)))]
+    windows = _windows(functional.pad(x, padding), weight.shape[2:], how)
     columns = weight.reshape(how.groups, weight.shape[0] // how.groups, -1).transpose(1, 2)
     product = torch.bmm(_rows(windows, how.groups), columns)
     spread = product.unflatten(1, (x.shape[0], *windows.shape[2 : weight.dim()]))
     return spread.movedim((0, -1), (1, 2)).flatten(1, 2)
-
-
-def _gradient_of_input(gradient: Tensor, x: Tensor, weight: Tensor, how: _How) -> Tensor:
-    if how.transposed:
-        return _convolution(gradient, weight, how._replace(transposed=False))
-    # What the windows leave over at the end of each dimension.
-    left_over = [
-        (n + 2 * p - d * (k - 1) - 1) % s
-        for n, p, d, k, s in zip(
-            x.shape[2:], how.padding, how.dilation, weight.shape[2:], how.stride, strict=True
-        )
-    ]
-    return _convolution(gradient, weight, how._replace(transposed=True, output_padding=left_over))
-
-
-def _gradient_of_weight(gradient: Tensor, x: Tensor, weight: Tensor, how: _How) -> Tensor:
-    # The operand of which windows are taken, and the one that has an element for each.
-    taken, other = (gradient, x) if how.transposed else (x, gradient)
-    windows = _windows(_padded(taken, how.padding, how.padding), weight.shape[2:], how)
-    channels = other.unflatten(1, (how.groups, -1)).movedim((1, 2), (0, 1)).flatten(2)
-    return torch.bmm(channels, _rows(windows, how.groups)).reshape(weight.shape)
 
 
 def _windows(x: Tensor, sizes: Sizes, how: _How) -> Tensor:
@@ -118,23 +104,3 @@ def _rows(windows: Tensor, groups: int) -> Tensor:
     places = (windows.dim() - 2) // 2
     split = windows.unflatten(1, (groups, -1)).movedim(1, 0)  # groups, batch, channels, ...
     return split.movedim(2, 2 + places).flatten(2 + places).flatten(1, 1 + places)
-
-
-def _padded(x: Tensor, left: Sizes, right: Sizes) -> Tensor:
-    """Return x with zeros around it; a negative number removes elements."""
-    return functional.pad(x, [*chain(*zip(reversed(left), reversed(right), strict=True))])
-
-
-def _with_zeros_between(x: Tensor, stride: Sizes) -> Tensor:
-    """Return x with stride - 1 zeros between elements along each dimension of space."""
-    sizes = [s * (n - 1) + 1 for n, s in zip(x.shape[2:], stride, strict=True)]
-    result = x.new_zeros([*x.shape[:2], *sizes])
-    every: list[Any] = [slice(None, None, s) for s in stride]
-    result[(..., *every)] = x
-    return result
-
-
-def _turned(weight: Tensor, groups: int) -> Tensor:
-    """Return the weight of a transposed convolution as the weight of a plain one."""
-    split = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
-    return split.flip(list(range(2, weight.dim())))

@@ -1,18 +1,22 @@
 """Operations by PyTorch's decompositions into others, in formats that no machine type represents.
 
 A decomposition is evaluated with one more term and rounded once. Only decompositions without plain
-tensors of inexact numbers, such as places between pixels, keep all bits.
+tensors of inexact numbers, such as places between pixels, keep all bits. Those of many gradients
+multiply by 1 / n, a float64 number. Such gradients are those of a composed function, by autograd.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from mcftensor.arithmetic.special_functions import reduced
 from mcftensor.dispatch.elementary import in_longer
 
 aten = torch.ops.aten
@@ -35,6 +39,40 @@ def decomposition(func: Any) -> Callable[..., Any]:
     return found
 
 
+def gradients(
+    function: Callable[..., Tensor],
+    grad: Tensor,
+    operands: Sequence[Tensor | None],
+    asked: Sequence[bool] | None = None,
+) -> list[Tensor | None]:
+    """Return the gradients of a composed function; None for an operand that is None or not asked.
+
+    Operators are dispatched below autograd, which is entered anew.
+    """
+    with (
+        torch.enable_grad(),
+        torch.overrides.enable_reentrant_dispatch(),
+        torch._C._EnableTorchFunction(),
+    ):
+        own = [None if x is None else x.detach().requires_grad_() for x in operands]
+        given = zip(own, asked or [True] * len(own), strict=True)
+        chosen = [x if is_asked else None for x, is_asked in given]
+        leaves = [x for x in chosen if x is not None]
+        found = iter(torch.autograd.grad(function(*own), leaves, grad) if leaves else ())
+    return [None if x is None else next(found) for x in chosen]
+
+
+def gradient_of(forward: Callable[..., Any]) -> Callable[..., Tensor | None]:
+    """Return the gradient of a function, or of a decomposition, for its first argument."""
+
+    @in_longer
+    def backward(grad: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        composed = decomposition(forward) if isinstance(forward, torch._ops.OpOverload) else forward
+        return gradients(lambda x: composed(x, *args, **kwargs), grad, [x])[0]
+
+    return backward
+
+
 def _by_name(*functions: Any) -> dict[str, Callable[..., Any]]:
     return {func.overloadpacket.__name__: _decomposed(func) for func in functions}
 
@@ -51,12 +89,16 @@ ALGORITHMS = _by_name(
     aten.mse_loss.default,  # losses of nn
     aten.smooth_l1_loss.default,
     aten.huber_loss.default,
+    aten.binary_cross_entropy.default,
     aten.nll_loss_forward.default,
     aten.nll_loss_backward.default,
     aten.nll_loss2d_forward.default,
     aten.nll_loss2d_backward.default,
     aten.relu.default,  # activations of nn
     aten.leaky_relu.default,
+    aten.celu.default,
+    aten.hardsigmoid.default,
+    aten.hardswish.default,
     aten.hardswish_backward.default,
     aten.hardtanh.default,
     aten.hardtanh_backward.default,
@@ -64,17 +106,17 @@ ALGORITHMS = _by_name(
     aten.threshold_backward.default,
     aten.softshrink.default,
     aten.hardshrink.default,
+    aten.log_sigmoid_forward.default,
+    aten.log_sigmoid_backward.default,
     aten._prelu_kernel.default,
     aten._prelu_kernel_backward.default,
     aten.glu.default,
     aten.glu_backward.default,
-    aten.reflection_pad1d_backward.default,  # gradients of F.pad
-    aten.reflection_pad2d_backward.default,
-    aten.reflection_pad3d_backward.default,
     aten._unsafe_masked_index.default,  # within others here
     aten._unsafe_masked_index_put_accumulate.default,
-    aten.unfold_backward.default,  # gradients of x.unfold
     aten.embedding_dense_backward.default,  # gradients of nn.Embedding
+    aten._log_softmax_backward_data.default,
+    aten.special_entr.default,  # torch.special.entr
     aten.renorm.default,  # x.renorm
     aten.trace.default,  # x.trace
     aten.linalg_cross.default,  # torch.linalg.cross
@@ -83,6 +125,97 @@ ALGORITHMS = _by_name(
     aten.heaviside.default,  # torch.heaviside
 )
 """Decompositions by the names of aten operators."""
+
+
+# ------------------------------------------------------------------------------------- losses
+
+
+def _soft_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    return reduced(F.softplus(-x * target, threshold=math.inf), reduction)
+
+
+def _multi_margin_loss(
+    x: Tensor,
+    target: Tensor,
+    p: float = 1,
+    margin: float = 1,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+) -> Tensor:
+    rows, labels = torch.atleast_2d(x), target.reshape(-1, 1)
+    losses = torch.relu(margin - rows.gather(1, labels) + rows)
+    losses = losses if p == 1 else losses.square()
+    if weight is not None:
+        losses = losses * weight[labels]
+    is_label = torch.arange(rows.shape[1], device=x.device) == labels
+    means = losses.masked_fill(is_label, 0.0).sum(1) / rows.shape[1]
+    return reduced(means.reshape(x.shape[:-1]), reduction)
+
+
+def _multilabel_margin_loss(
+    x: Tensor, target: Tensor, reduction: int, *_: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the losses of labels up to the first -1, and which classes are labels."""
+    rows, labels = torch.atleast_2d(x), torch.atleast_2d(target)
+    is_label = (labels == -1).cumsum(1) == 0
+    places = torch.where(is_label, labels, 0)
+    classes = torch.arange(rows.shape[1], device=rows.device)
+    is_target = ((places.unsqueeze(2) == classes) & is_label.unsqueeze(2)).any(1)
+    margins = torch.relu(rows.unsqueeze(1) - rows.gather(1, places).unsqueeze(2) + 1)
+    counts = is_label.unsqueeze(2) & ~is_target.unsqueeze(1)
+    means = margins.masked_fill(~counts, 0.0).sum((1, 2)) / rows.shape[1]
+    losses = reduced(means.reshape(x.shape[:-1]), reduction)
+    return losses, is_target.to(x.dtype).reshape(target.shape)
+
+
+# -------------------------------------------------------------------------- gradients of norms
+
+
+@in_longer
+def _batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    _: Tensor | None,
+    invstd: Tensor | None,
+    trains: bool,
+    eps: float,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    from torch._decomp import decompositions  # noqa: PLC0415  # is slow
+
+    helper: Any = decompositions.native_batch_norm_helper
+
+    def norm(*given: Tensor | None) -> Tensor:
+        made: Tensor = helper(*given, mean, var, trains, 0.0, eps, True)[0]
+        return made
+
+    return tuple(gradients(norm, grad, [x, weight, x.new_zeros(x.shape[1])], mask))
+
+
+@in_longer
+def _group_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    _: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    n: int,
+    channels: int,
+    places: int,
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    def norm(x: Tensor, weight: Tensor | None, bias: Tensor) -> Tensor:
+        var, mean = torch.var_mean(x.reshape(n, groups, -1), -1, correction=0, keepdim=True)
+        eps = (1 / rstd.square().view(n, groups, 1) - var).detach()
+        units = ((x.reshape(n, groups, -1) - mean) * torch.rsqrt(var + eps)).view(n, channels, -1)
+        scaled = units if weight is None else units * weight.view(-1, 1)
+        return (scaled + bias.view(-1, 1)).view(x.shape)
+
+    return tuple(gradients(norm, grad, [x, weight, x.new_zeros(channels)], mask))
 
 
 @in_longer
@@ -98,6 +231,16 @@ def _col2im(x: Tensor, *args: Any) -> Tensor:
 
 
 ALGORITHMS |= {
+    "mse_loss_backward": gradient_of(aten.mse_loss.default),  # gradients of F.mse_loss
+    "smooth_l1_loss_backward": gradient_of(aten.smooth_l1_loss.default),  # of F.smooth_l1_loss
+    "huber_loss_backward": gradient_of(aten.huber_loss.default),  # of F.huber_loss
+    "soft_margin_loss_backward": gradient_of(_soft_margin_loss),  # of F.soft_margin_loss
+    "multi_margin_loss": in_longer(_multi_margin_loss),  # F.multi_margin_loss
+    "multi_margin_loss_backward": gradient_of(_multi_margin_loss),  # its gradients
+    "multilabel_margin_loss_forward": in_longer(_multilabel_margin_loss),
+    "multilabel_margin_loss_backward": gradient_of(lambda *x: _multilabel_margin_loss(*x)[0]),
+    "native_batch_norm_backward": _batch_norm_backward,  # nn.BatchNorm2d, nn.InstanceNorm2d
+    "native_group_norm_backward": _group_norm_backward,  # nn.GroupNorm
     "embedding_renorm": _embedding_renorm,  # nn.Embedding(max_norm=...)
     "col2im": _col2im,  # F.fold, gradients of F.unfold
 }

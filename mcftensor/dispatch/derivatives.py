@@ -7,6 +7,7 @@ takes from a rounded result, which may be 1, are taken from the argument in ever
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mcftensor.arithmetic import exact_constants as exact
+from mcftensor.arithmetic.special_functions import reduced
 from mcftensor.dispatch import beyond_float64
 from mcftensor.dispatch.elementary import bits_of_constants, by_formula, constant_in, in_longer
 from mcftensor.dispatch.operands import is_wrapped, stored_in
@@ -29,25 +31,15 @@ def _constant(of_bits: Callable[[int], Any], format: Format, device: torch.devic
     return constant_in(format, of_bits(bits_of_constants(format)), device)
 
 
-def _two_by_root_of_pi(bits: int) -> Fraction:
-    return 2 / exact.sqrt(exact.pi(bits), bits)
-
-
-def _density_at_zero(bits: int) -> Fraction:
-    return exact.sqrt(1 / exact.pi(bits) / 2, bits)
-
-
-def _half_root_of_pi(bits: int) -> Fraction:
-    return exact.sqrt(exact.pi(bits), bits) / 2
-
-
-def _half_log_of_two_pi(bits: int) -> Fraction:
-    return (Fraction(exact.log_2(bits)) + Fraction(exact.log_of_pi(bits))) / 2
-
-
 @in_longer
 def _exp_of_square(x: Tensor, factor: float) -> Tensor:
     return torch.exp(x * x * factor)
+
+
+def _bell(x: Tensor, factor: float, square: Callable[[Any], Any], format: Format) -> Tensor:
+    """Return exp(factor x²) times the root of a function of pi."""
+    root = _constant(lambda bits: exact.sqrt(square(exact.pi(bits)), bits), format, x.device)
+    return _exp_of_square(x, factor) * root
 
 
 def _slope_of_sigmoid(x: Tensor, y: Tensor, format: Format) -> Tensor:
@@ -85,20 +77,12 @@ _DERIVATIVES: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
     "exp2": lambda x, y, format: y * _constant(exact.log_2, format, x.device),
     "log2": lambda x, y, format: 1 / (x * _constant(exact.log_2, format, x.device)),
     "log10": lambda x, y, format: 1 / (x * _constant(exact.log_10, format, x.device)),
-    "erf": lambda x, y, format: (
-        _exp_of_square(x, -1) * _constant(_two_by_root_of_pi, format, x.device)
-    ),
-    "erfc": lambda x, y, format: (
-        -_exp_of_square(x, -1) * _constant(_two_by_root_of_pi, format, x.device)
-    ),
-    "ndtr": lambda x, y, format: (
-        _exp_of_square(x, -0.5) * _constant(_density_at_zero, format, x.device)
-    ),
+    "erf": lambda x, y, format: _bell(x, -1, lambda pi: 4 / pi, format),
+    "erfc": lambda x, y, format: -_bell(x, -1, lambda pi: 4 / pi, format),
+    "ndtr": lambda x, y, format: _bell(x, -0.5, lambda pi: 1 / pi / 2, format),
+    "erfinv": lambda x, y, format: _bell(y, 1, lambda pi: pi / 4, format),
     "tanhshrink": lambda x, y, format: torch.tanh(x).square(),
     "sinc": lambda x, y, format: _slope_of_sinc(x),
-    "erfinv": lambda x, y, format: (
-        _exp_of_square(y, 1) * _constant(_half_root_of_pi, format, x.device)
-    ),
     "deg2rad": lambda x, y, format: (
         torch.ones_like(x) * _constant(lambda bits: exact.pi(bits) / 180, format, x.device)
     ),
@@ -177,10 +161,6 @@ def _is_followed(x: Tensor) -> bool:
     return x.requires_grad or is_wrapped(x)
 
 
-def _rpow(format: Format, x: Tensor, base: Any) -> Tensor:
-    return _pow(format, base, x)
-
-
 def _whole_number(x: Any, format: Format, device: torch.device) -> MCFTensor:
     """Return a number with all its bits as an expansion without dimensions."""
     return constant_in(format, Fraction(x), device)
@@ -193,25 +173,29 @@ def _lerp(format: Format, x: Tensor, end: Tensor, weight: Any) -> Tensor:
 
 
 def _spread(
-    function: Callable[..., Any], format: Format, x: Tensor, *args: Any, **kwargs: Any
+    name: str,
+    format: Format,
+    x: Tensor,
+    dim: Any = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+    axis: Any = None,
+    keepdims: bool = False,
 ) -> Any:
     """Return a variance or deviation, alone or with the mean.
 
     PyTorch's derivative has 2 / (n - correction) as a float64 number.
     """
-    if not (isinstance(x, MCFTensor) and _is_followed(x)) or not x.numel():
-        return function(x, *args, **kwargs)
-    dim, unbiased, keepdim = kwargs.get("dim"), kwargs.get("unbiased"), kwargs.get("keepdim", False)
-    if args and isinstance(args[0], bool):
-        (unbiased,) = args
-    elif args:
-        dim = args[0]
-        unbiased = args[1] if len(args) > 1 else unbiased
-        keepdim = args[2] if len(args) > 2 else keepdim
-    correction = kwargs.get("correction", 1) if unbiased is None else int(unbiased)
-    moments = beyond_float64.std_mean if "std" in function.__name__ else beyond_float64.var_mean
-    moment, mean = moments(x, dim, correction=correction, keepdim=keepdim)
-    return (moment, mean) if "mean" in function.__name__ else moment
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    if unbiased is not None:
+        correction = int(unbiased)
+    moments = beyond_float64.std_mean if "std" in name else beyond_float64.var_mean
+    dim = axis if dim is None else dim
+    moment, mean = moments(x, dim, correction=correction, keepdim=keepdim or keepdims)
+    return (moment, mean) if "mean" in name else moment
 
 
 def _lp_pool(
@@ -229,83 +213,59 @@ def _lp_pool(
     return torch.pow(sums, _whole_number(1 / Fraction(norm_type), format, x.device))
 
 
-def _gaussian_nll_loss(
-    format: Format,
-    input: Tensor,
-    target: Tensor,
-    var: Any,
-    full: bool = False,
-    eps: float = 1e-6,
-    reduction: str = "mean",
-) -> Tensor:
-    loss = F.gaussian_nll_loss(input, target, var, False, eps, reduction)
-    if not full:
+def _given(loss: Callable[..., Tensor], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a loss by name, the older ones as its reduction."""
+    bound = inspect.signature(loss).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given: dict[str, Any] = dict(bound.arguments)
+    older = [given.pop(name, None) for name in ("size_average", "reduce")]
+    if older != [None, None]:
+        given["reduction"] = nn._reduction.legacy_get_string(*older)
+    return given
+
+
+def _half_log_of_two_pi(format: Format, device: torch.device) -> MCFTensor:
+    return _constant(lambda bits: (exact.log_2(bits) + exact.log_of_pi(bits)) / 2, format, device)
+
+
+def _gaussian_nll_loss(format: Format, *args: Any, **kwargs: Any) -> Tensor:
+    given = _given(F.gaussian_nll_loss, args, kwargs)
+    loss = F.gaussian_nll_loss(**given | {"full": False})
+    if not given["full"]:
         return loss
-    constant = _constant(_half_log_of_two_pi, format, loss.device)
-    shape = torch.broadcast_shapes(input.shape, target.shape)
-    return loss + constant * (math.prod(shape) if reduction == "sum" else 1)
+    shape = torch.broadcast_shapes(given["input"].shape, given["target"].shape)
+    count = math.prod(shape) if given["reduction"] == "sum" else 1
+    return loss + _half_log_of_two_pi(format, loss.device) * count
 
 
-def _poisson_nll_loss(
-    format: Format,
-    input: Tensor,
-    target: Tensor,
-    log_input: bool = True,
-    full: bool = False,
-    size_average: bool | None = None,
-    eps: float = 1e-8,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Tensor:
-    given = (size_average, eps, reduce, reduction)
-    if not full:
-        return F.poisson_nll_loss(input, target, log_input, False, *given)
-    loss = F.poisson_nll_loss(input, target, log_input, False, None, eps, None, "none")
-    constant = _constant(_half_log_of_two_pi, format, loss.device)
-    safe = torch.where(target > 1, target, torch.ones_like(target))
-    if not isinstance(safe, MCFTensor):
-        safe = MCFTensor.of(stored_in(safe, format.nearest, loss.device), format.nearest)
-    log = torch.log(safe)
-    stirling = safe * log - safe + log / 2 + constant
-    loss = loss + torch.where(target > 1, stirling, torch.zeros_like(stirling))
-    if size_average is not None or reduce is not None:
-        reduction = nn._reduction.legacy_get_string(size_average, reduce)
-    return {"none": loss, "mean": loss.mean(), "sum": loss.sum()}[reduction]
+def _poisson_nll_loss(format: Format, *args: Any, **kwargs: Any) -> Tensor:
+    given = _given(F.poisson_nll_loss, args, kwargs)
+    if not given["full"]:
+        return F.poisson_nll_loss(**given)
+    loss = F.poisson_nll_loss(**given | {"full": False, "reduction": "none"})
+    is_large, one = given["target"] > 1, _whole_number(1, format, loss.device)
+    target = torch.where(is_large, given["target"], one)
+    log = torch.log(target)
+    stirling = target * log - target + log / 2 + _half_log_of_two_pi(format, loss.device)
+    losses = loss + torch.where(is_large, stirling, torch.zeros_like(stirling))
+    return reduced(losses, nn._reduction.get_enum(given["reduction"]))
 
 
-def _cross_entropy(
-    format: Format,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
+def _cross_entropy(format: Format, *args: Any, **kwargs: Any) -> Tensor:
     """Return losses. Of smoothed labels, PyTorch rounds 1 - smoothing and smoothing / classes."""
-    if size_average is not None or reduce is not None:
-        reduction = nn._reduction.legacy_get_string(size_average, reduce)
-    given: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
-    if not label_smoothing or not isinstance(input, MCFTensor):
-        return F.cross_entropy(input, target, weight, label_smoothing=label_smoothing, **given)
-    dim = min(1, input.dim() - 1)
-    share, classes = _whole_number(label_smoothing, format, input.device), input.shape[dim]
+    given = _given(F.cross_entropy, args, kwargs)
+    x, target, smoothing = (given[name] for name in ("input", "target", "label_smoothing"))
+    given["label_smoothing"] = 0.0
+    if not smoothing or not isinstance(x, MCFTensor):
+        return F.cross_entropy(**given | {"label_smoothing": smoothing})
+    share, classes = _whole_number(smoothing, format, x.device), x.shape[min(1, x.dim() - 1)]
     if target.is_floating_point():
-        return F.cross_entropy(input, target * (1 - share) + share / classes, weight, **given)
-    logs = F.log_softmax(input, dim)
-    if weight is not None:
-        logs = logs * weight.view(-1, *[1] * (input.dim() - dim - 1))
-    is_ignored = target == ignore_index
-    others = (-logs.sum(dim)).masked_fill(is_ignored, 0)
-    if reduction != "none":
-        others = others.sum()
-    if reduction == "mean":
-        kept = target[~is_ignored]
-        others = others / (kept.numel() if weight is None else weight[kept].sum())
-    own = F.cross_entropy(input, target, weight, **given)
-    return own * (1 - share) + others * (share / classes)
+        return F.cross_entropy(**given | {"target": target * (1 - share) + share / classes})
+    # The loss is linear in the smoothing. At 1 it has the rounded 1 / classes as a factor.
+    others = F.cross_entropy(**given | {"label_smoothing": 1.0})
+    factor = Fraction(smoothing) / (classes * Fraction(1 / classes))
+    own = F.cross_entropy(**given) * (1 - share)
+    return own + others * _whole_number(factor, format, x.device)
 
 
 def _functions(name: str) -> list[Callable[..., Any]]:
@@ -318,7 +278,7 @@ _OF_LONG_FORMATS: dict[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys((torch.lerp, Tensor.lerp), _lerp),
     **{pool: functools.partial(_lp_pool, pool) for pool in (F.lp_pool1d, F.lp_pool2d, F.lp_pool3d)},
     **{
-        function: functools.partial(_spread, function)
+        function: functools.partial(_spread, name)
         for name in ("var", "std", "var_mean", "std_mean")
         for function in _functions(name)
     },
@@ -334,7 +294,7 @@ OWN: dict[Callable[..., Any], Callable[..., Any]] = {
         for function in _functions(name)
     },
     **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _pow),
-    Tensor.__rpow__: _rpow,
+    Tensor.__rpow__: lambda format, x, base: _pow(format, base, x),
     **_OF_LONG_FORMATS,
 }
 """Replacements of PyTorch's functions, which take the format before their arguments."""

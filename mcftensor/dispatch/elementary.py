@@ -93,70 +93,12 @@ def in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
 # ------------------------------------------------------------------------- sums of exponentials
 
 
-def _shifted(x: Tensor, dim: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest elements along dimensions, the differences from them, and their
-    exponentials.
-    """
-    largest = x.amax(dim, keepdim=True)
-    below = torch.where(x == largest, torch.zeros_like(x), x - largest)  # 0 for infinities, too
-    return largest, below, below.exp()
-
-
-def _is_nan(x: Tensor, dim: Any) -> Tensor:
-    """Return whether elements along dimensions have a NaN or +inf."""
-    return torch.isnan(x).any(dim, keepdim=True) | (x == torch.inf).any(dim, keepdim=True)
-
-
 @in_longer
 def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     if not x.numel():
         return x.clone()
-    largest, _, powers = _shifted(x, dim)
-    undefined = _is_nan(x, dim) | (largest == -torch.inf)
-    result = powers / powers.sum(dim, keepdim=True)
-    return torch.where(undefined, torch.full_like(result, torch.nan), result)
-
-
-@in_longer
-def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
-    if not x.numel():
-        return x.clone()
-    largest, below, powers = _shifted(x, dim)
-    undefined = _is_nan(x, dim) | (largest == -torch.inf)
-    result = below - _log_of_sum(x, largest, powers, dim)
-    return torch.where(undefined, torch.full_like(result, torch.nan), result)
-
-
-def _log_of_sum(x: Tensor, largest: Tensor, powers: Tensor, dim: Any) -> Tensor:
-    """Return the logarithm of the sum of exponentials by log1p; the largest exponentials are 1."""
-    is_largest = x == largest
-    rest = torch.where(is_largest, torch.zeros_like(powers), powers).sum(dim, keepdim=True)
-    return torch.log1p(rest + (is_largest.sum(dim, keepdim=True) - 1))
-
-
-@in_longer
-def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    dims = list(range(x.dim())) if dim is None or dim == [] else dim
-    if not x.numel():
-        return torch.log(x.exp().sum(dims, keepdim))
-    largest, _, powers = _shifted(x, dims)
-    result = largest + _log_of_sum(x, largest, powers, dims)
-    result = torch.where(torch.isfinite(largest), result, largest)
-    if keepdim:
-        return result
-    chosen = [dims] if isinstance(dims, int) else dims
-    return result.squeeze(tuple(chosen)) if x.dim() else result
-
-
-@in_longer
-def _logaddexp2(x: Tensor, y: Tensor) -> Tensor:
-    """log2(2^x + 2^y); near a difference of 0, by the distance of the sum of powers from 2."""
-    larger, smaller = torch.maximum(x, y), torch.minimum(x, y)
-    difference = torch.where(x == y, torch.zeros_like(larger), smaller - larger)
-    log_2 = like(larger, exact.log_2(_bits_of(larger)))
-    near = (larger + 1) + torch.log1p(torch.expm1(difference * log_2) / 2) / log_2
-    far = larger + torch.log1p(torch.exp2(difference)) / log_2
-    return torch.where(difference > -0.5, near, far)
+    powers = torch.exp(x - x.amax(dim, keepdim=True))
+    return powers / powers.sum(dim, keepdim=True)
 
 
 @in_longer
@@ -169,15 +111,9 @@ def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------- activations
 
 
+@in_longer
 def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
     """Return PyTorch's softplus, which is x if beta x is above a threshold."""
-    if beta == 1:
-        return torch.where(x > threshold, x, by_formula("softplus", x))
-    return _scaled_softplus(x, beta, threshold)
-
-
-@in_longer
-def _scaled_softplus(x: Tensor, beta: float, threshold: float) -> Tensor:
     inner = x * beta
     return torch.where(inner > threshold, x, by_formula("softplus", inner) / beta)
 
@@ -215,12 +151,6 @@ def _elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) 
     inner = torch.where(x > 0, torch.zeros_like(x), x)  # of +inf, too
     low = torch.expm1(inner * input_scale) * alpha * scale
     return torch.where(x > 0, x * scale, low)
-
-
-@in_longer
-def _celu(x: Tensor, alpha: float) -> Tensor:
-    inner = torch.where(x > 0, torch.zeros_like(x), x)
-    return torch.where(x > 0, x, torch.expm1(inner / alpha) * alpha)
 
 
 @in_longer
@@ -330,26 +260,6 @@ def _scaled_power(x: Tensor, s: int) -> Tensor:
 
 
 @in_longer
-def _logit(x: Tensor, eps: float | None = None) -> Tensor:
-    """log(x / (1 - x)); near 1/2 by the distance from 1/2, which is exact."""
-    x = x if eps is None else x.clamp(eps, 1 - eps)
-    is_near = (x - 0.5).abs() < 0.25
-    near = torch.where(is_near, x, torch.full_like(x, 0.5))
-    far = torch.log(x) - torch.log1p(-x)
-    return torch.where(is_near, torch.log1p((2 * near - 1) / (1 - near)), far)
-
-
-@in_longer
-def _sinc(x: Tensor) -> Tensor:
-    """sin(pi x) / (pi x), from the exact distance to the nearest integer."""
-    whole = x.round()
-    pi = like(x, exact.pi(_bits_of(x)))
-    sine = torch.sin((x - whole) * pi)
-    sine = torch.where(torch.remainder(whole, 2) == 1, -sine, sine)
-    return torch.where(x == 0, torch.ones_like(x), sine / (x * pi))
-
-
-@in_longer
 def _spherical_bessel_j0(x: Tensor) -> Tensor:
     is_inside = torch.isfinite(x) & (x != 0)
     inside = torch.where(is_inside, x, torch.ones_like(x))
@@ -358,7 +268,7 @@ def _spherical_bessel_j0(x: Tensor) -> Tensor:
 
 
 def _times_logarithm(logarithm: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    """Return x times a logarithm of y, and 0 for x = 0 unless y is NaN."""
+    """Return x times a logarithm of y, and 0 for x = 0 unless y is NaN; numbers enter exactly."""
 
     @in_longer
     def product(x: Any, y: Any) -> Tensor:
@@ -369,24 +279,6 @@ def _times_logarithm(logarithm: Callable[[Tensor], Tensor]) -> Callable[..., Ten
         return torch.where((a == 0) & ~torch.isnan(b), torch.zeros_like(b * a), a * logarithm(b))
 
     return product
-
-
-@in_longer
-def _entr(x: Tensor) -> Tensor:
-    """-x log(x), and -infinity below 0."""
-    product = torch.where(x == 0, torch.zeros_like(x), -x * torch.log(x))
-    return torch.where(x < 0, torch.full_like(x, -torch.inf), product)
-
-
-@in_longer
-def _binary_cross_entropy(
-    x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = 1
-) -> Tensor:
-    """Return the loss of probabilities, with logarithms of -100 at least, as PyTorch defines it."""
-    x = x.clamp(0, 1)
-    loss = (y - 1) * torch.log1p(-x).clamp(min=-100) - y * torch.log(x).clamp(min=-100)
-    loss = loss if weight is None else loss * weight
-    return (loss, loss.mean(), loss.sum())[reduction]
 
 
 _LEAST_VARIANCE = float(np.float32(1e-12))
@@ -446,15 +338,6 @@ def _nan_to_num(
     return x.masked_fill(x == -torch.inf, -most if neginf is None else neginf)
 
 
-def _shrink_backward(grad: Tensor, x: Tensor, limit: float) -> Tensor:
-    return torch.where(x.abs() > limit, grad, torch.zeros_like(grad))
-
-
-def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result and an empty buffer, as PyTorch's CUDA code does."""
-    return -by_formula("softplus", -x), x.new_empty(0)
-
-
 @in_longer
 def _degrees_to_radians(x: Tensor) -> Tensor:
     return x * like(x, exact.pi(_bits_of(x)) / 180)
@@ -485,19 +368,21 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     **{name: _function(row) for name, row in FUNCTIONS.items()},  # x.exp, torch.atan2
     "pow": _pow,  # x ** 0.3
     "_softmax": _softmax,  # x.softmax
-    "_log_softmax": _log_softmax,  # x.log_softmax
-    "logsumexp": _logsumexp,  # x.logsumexp
+    "_log_softmax": in_longer(special_functions.log_softmax),  # x.log_softmax
+    "logsumexp": in_longer(special_functions.logsumexp),  # x.logsumexp
     "logaddexp": _logaddexp,  # torch.logaddexp
-    "logaddexp2": _logaddexp2,  # torch.logaddexp2
+    "logaddexp2": in_longer(special_functions.logaddexp2),  # torch.logaddexp2
     "gelu": _gelu,  # F.gelu
     "gelu_backward": _gelu_backward,  # gradients of F.gelu
     "polygamma": _polygamma,  # gradients of torch.digamma
     "polygamma_": lambda x, n: _polygamma(n, x),  # x.polygamma_
     "elu": _elu,  # F.elu, F.selu
-    "celu": lambda x, alpha=1: _celu(x, alpha),  # F.celu
     "elu_backward": _elu_backward,  # gradients of F.elu
-    "softshrink_backward": _shrink_backward,  # gradients of F.softshrink
-    "hardshrink_backward": _shrink_backward,  # gradients of F.hardshrink
+    **dict.fromkeys(
+        ("softshrink_backward", "hardshrink_backward"),
+        lambda grad, x, limit: torch.where(x.abs() > limit, grad, torch.zeros_like(grad)),
+    ),  # gradients of F.softshrink and F.hardshrink
+    "native_dropout_backward": lambda grad, mask, scale: torch.where(mask, grad * scale, 0.0),
     "threshold": _threshold,  # F.threshold
     "nan_to_num": _nan_to_num,  # torch.nan_to_num
     "softplus": _softplus,  # F.softplus
@@ -505,18 +390,13 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "binary_cross_entropy_with_logits": in_longer(
         special_functions.binary_cross_entropy_with_logits
     ),  # F.binary_cross_entropy_with_logits
-    "log_sigmoid_forward": _log_sigmoid,  # F.logsigmoid
-    "logit": _logit,  # torch.logit
-    "sinc": _sinc,  # torch.sinc
+    "logit": in_longer(special_functions.logit),  # torch.logit
+    "sinc": in_longer(special_functions.sinc),  # torch.sinc
     "special_spherical_bessel_j0": _spherical_bessel_j0,  # torch.special.spherical_bessel_j0
     "erfinv": _erfinv,  # torch.erfinv
+    "binary_cross_entropy_backward": _binary_cross_entropy_backward,  # its gradients
     "xlogy": _times_logarithm(torch.log),  # torch.xlogy
     "special_xlog1py": _times_logarithm(torch.log1p),  # torch.special.xlog1py
-    "hardsigmoid": in_longer(lambda x: (x + 3).clamp(0, 6) / 6),  # F.hardsigmoid
-    "hardswish": in_longer(lambda x: x * ((x + 3).clamp(0, 6) / 6)),  # F.hardswish
-    "binary_cross_entropy": _binary_cross_entropy,  # F.binary_cross_entropy
-    "binary_cross_entropy_backward": _binary_cross_entropy_backward,  # its gradients
-    "special_entr": _entr,  # torch.special.entr
     "deg2rad": _degrees_to_radians,  # torch.deg2rad
     "rad2deg": _radians_to_degrees,  # torch.rad2deg
     "mvlgamma": _mvlgamma,  # torch.mvlgamma
@@ -527,13 +407,8 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "silu_backward": _silu_backward,
     "mish_backward": _mish_backward,
     "softplus_backward": _softplus_backward,
-    "log_sigmoid_backward": in_longer(lambda grad, x, buffer: grad * torch.sigmoid(-x)),
-    "native_dropout_backward": lambda grad, mask, scale: torch.where(mask, grad * scale, 0.0),
     "_softmax_backward_data": in_longer(
         lambda grad, y, dim, dtype: y * (grad - (grad * y).sum(dim, keepdim=True))
-    ),
-    "_log_softmax_backward_data": in_longer(
-        lambda grad, y, dim, dtype: grad - y.exp() * grad.sum(dim, keepdim=True)
     ),
 }
 """Algorithms by the names of aten operators."""

@@ -233,6 +233,7 @@ def stored_in(
             return found
         if format.extends(source):
             missing = len(format.components) - len(source.components)
+            found = [x.contiguous() for x in found]  # zeros like an expanded tensor are contiguous
             return found + [torch.zeros_like(found[0])] * missing
     else:
         source, found = entered(operand, device)

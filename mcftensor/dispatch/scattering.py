@@ -140,37 +140,36 @@ def _of_maxima(dims: int) -> Callable[..., Tensor]:
     return backward
 
 
-def _of_selected(grad: Tensor, shape: Sequence[int], sources: Sequence[Tensor]) -> Tensor:
-    """Return the gradient of x[..., sources], one source for each of the last dimensions."""
+def _of_selection(grad: Tensor, shape: Sequence[int], select: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the gradient of a function that selects elements, of which float32 holds the places
+    in two parts.
+    """
     found = grad.new_zeros(shape)
-    places = _places(found)
-    for axis, source in enumerate(sources, -len(sources)):
-        places = places.index_select(axis, source)
-    return _combined(found, places, grad)
+    parts = (_places(found) % 2**20, _places(found) // 2**20)
+    low, high = (select(x.to(torch.float32)).long() for x in parts)
+    return _combined(found, low + high * 2**20, grad)
 
 
-def _of_padding(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    sources: list[Tensor] = []
-    for i in range(len(padding) // 2):
-        n = x.shape[-1 - i]
-        before, after = padding[2 * i : 2 * i + 2]
-        sources.insert(0, torch.arange(-before, n + after, device=x.device).clamp(0, n - 1))
-    return _of_selected(grad, x.shape, sources)
+def _of_padding(func: Any) -> Callable[..., Tensor]:
+    return lambda grad, x, padding: _of_selection(grad, x.shape, lambda y: func(y, padding))
 
 
-def _of_nearest(upsample: Any) -> Callable[..., Tensor]:
-    """Return the gradient of interpolation by nearest elements, given its form for one axis."""
-
+def _of_nearest(func: Any) -> Callable[..., Tensor]:
     def backward(
         grad: Tensor, sizes: Sequence[int], shape: Sequence[int], *scales: float | None
     ) -> Tensor:
-        sources = []
-        for size, n, scale in zip(sizes, shape[2:], scales or [None] * len(sizes), strict=True):
-            axis = torch.arange(n, dtype=torch.float32, device=grad.device)
-            sources.append(upsample(axis.view(1, 1, n), [size], scale).view(-1).long())
-        return _of_selected(grad, shape, sources)
+        return _of_selection(grad, shape, lambda y: func(y, sizes, *scales))
 
     return backward
+
+
+def _of_windows(grad: Tensor, shape: Sequence[int], dim: int, size: int, step: int) -> Tensor:
+    """Return the gradient of x.unfold(dim, size, step)."""
+    found, dim = grad.new_zeros(shape), dim % len(shape)
+    for i, of_place in enumerate(grad.unbind(-1)):
+        every = (*[slice(None)] * dim, slice(i, i + step * grad.shape[dim], step))
+        found[every] += of_place
+    return found
 
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
@@ -187,16 +186,15 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "max_pool3d_with_indices_backward": _of_maxima(3),  # gradients of F.max_pool3d
     "adaptive_max_pool2d_backward": _of_maxima(2),  # gradients of F.adaptive_max_pool2d
     "adaptive_max_pool3d_backward": _of_maxima(3),  # gradients of F.adaptive_max_pool3d
-    "replication_pad1d_backward": _of_padding,  # gradients of F.pad
-    "replication_pad2d_backward": _of_padding,  # the same, of two dimensions
-    "replication_pad3d_backward": _of_padding,  # of three
     **{
-        f"{name}{dims}d_backward": _of_nearest(upsample)
-        for name, upsample in {
-            "upsample_nearest": aten.upsample_nearest1d,
-            "_upsample_nearest_exact": aten._upsample_nearest_exact1d,
+        f"{name}{dims}d_backward": gradient(getattr(aten, f"{name}{dims}d"))
+        for gradient, names in {
+            _of_padding: ("reflection_pad", "replication_pad"),  # gradients of F.pad
+            _of_nearest: ("upsample_nearest", "_upsample_nearest_exact"),  # of F.interpolate
         }.items()
+        for name in names
         for dims in (1, 2, 3)
-    },  # gradients of F.interpolate
+    },
+    "unfold_backward": _of_windows,  # gradients of x.unfold
 }
 """Algorithms by the names of aten operators."""

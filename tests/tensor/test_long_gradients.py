@@ -186,6 +186,14 @@ def test_norms_of_given_statistics(format):
     assert_near(gradient(lambda z: loss(x, z), weight), of_weight, 12)
 
 
+def test_the_gradient_of_a_sum_is_expanded(format):
+    x, weight = sample(format, 3, 4, 2), sample(format, 4, seed=1)
+    found = gradient(lambda w: F.batch_norm(x, None, None, w, training=True).sum(), weight)
+    assert max(map(abs, numbers(found))) < 2.0 ** (8 - format.precision)
+    found = gradient(lambda b: F.batch_norm(x, None, None, weight, b, training=True).sum(), weight)
+    assert numbers(found) == [6] * 4
+
+
 COLUMNS = torch.tensor([[1, 0, 2, 2]] * 3)
 SELECTIONS = {
     "take": ((3, 4), lambda x: x.take(torch.tensor([[0, 5], [5, -1]]))),
