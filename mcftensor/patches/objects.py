@@ -281,6 +281,7 @@ def _leaving_all_terms(remove: Callable[[], nn.Module], given: dict[str, Any]) -
     why="`print(model)` shows the formats of a module's parameters and buffers. PyTorch's "
     "`extra_repr` belongs to each class of module.",
     loss="print(model) does not show formats; see print(mcf.meters.summary(model)).",
+    takes=("self",),
 )
 def _showing_formats(text_of: Callable[[nn.Module], str]) -> Callable[[nn.Module], str]:
     @functools.wraps(text_of)

@@ -55,6 +55,8 @@ def change(name: str) -> None:
         delattr(owner, attribute)
     elif attribute == "__setattr__":
         owner.__setattr__ = set_by_other_names
+    elif attribute == "__repr__":  # without it there is that of `object`
+        owner.__repr__ = show_with_indent
     elif isinstance(found, dict):
         setattr(owner, attribute, types.MappingProxyType(found))
     elif isinstance(found, list):
@@ -75,6 +77,10 @@ def swap_by_other_names(swap, a, b):
 
 def call_by_another_name(function, compiler):
     return function(compiler)
+
+
+def show_with_indent(module, indent=0):
+    return " " * indent + type(module).__name__
 
 
 def set_by_other_names(self, attribute, x):
