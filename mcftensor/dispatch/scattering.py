@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.dispatch.elementary import in_longer
+
 aten = torch.ops.aten
 
 
@@ -163,6 +165,7 @@ def _of_nearest(func: Any) -> Callable[..., Tensor]:
     return backward
 
 
+@in_longer
 def _of_windows(grad: Tensor, shape: Sequence[int], dim: int, size: int, step: int) -> Tensor:
     """Return the gradient of x.unfold(dim, size, step)."""
     found, dim = grad.new_zeros(shape), dim % len(shape)
