@@ -280,3 +280,32 @@ def test_a_parameter_that_is_written_to_is_its_number(format, operation):
             IN_PLACE[operation](x, 1 + torch.rand(4, 32) / 1000)
         found.append(mcf.as_plain(x, torch.float64))
     assert torch.equal(*found)
+
+
+OF_MASKED = {
+    **{
+        name: lambda x, mask, name=name: getattr(torch.masked, name)(x, 1, mask=mask)
+        for name in (
+            *("amax", "amin", "cumsum", "cumprod", "logsumexp", "std", "var"),
+            *("sum", "mean", "prod", "softmax", "log_softmax", "softmin", "median"),
+        )
+    },
+    "norm": lambda x, mask: torch.masked.norm(x, 2, 1, mask=mask),
+    "normalize": lambda x, mask: torch.masked.normalize(x, 2, 1, mask=mask),
+    "logaddexp": lambda x, mask: torch.masked.logaddexp(x, x + 1, input_mask=mask, other_mask=mask),
+}
+
+
+@pytest.mark.parametrize("name", OF_MASKED)
+@pytest.mark.parametrize("format", [mcf.bf16i16, mcf.bf16i8, mcf.fp16i16])
+def test_functions_of_masked_tensors_keep_all_bits(format, name):
+    function = OF_MASKED[name]
+    x = mcf.as_expansion(1 + torch.rand(4, 6, generator=torch.Generator().manual_seed(1)), format)
+    mask = torch.arange(24).view(4, 6) % 4 > 0
+    expected = function(mcf.as_plain(x, torch.float64), mask)
+    found = function(x, mask)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=1e-6)
+    assert function(nn.Parameter(x), mask).dtype == format.dtype
+    if name != "median":
+        assert function(mcf.as_plain(x, torch.float32), mask).dtype == torch.float32
