@@ -79,6 +79,14 @@ _OF_MACHINE_TYPES: set[Callable[..., Any]] = {
 }
 """Functions without an algorithm for terms."""
 
+_OF_NUMBERS: set[Callable[..., Any]] = {
+    *(getattr(kind, name) for kind in (torch, Tensor) for name in ("cummax", "cummin")),
+    *(getattr(kind, name) for kind in (torch, Tensor, F) for name in ("softmax", "log_softmax")),
+    F.cross_entropy,
+}
+"""Functions whose gradients PyTorch makes of the result and of the input's dtype, which is narrower
+for storage formats."""
+
 WHOLE: set[Callable[..., Any]] = {
     # torch.quantile, x.quantile
     *(getattr(torch, name) for name in _METHODS),
@@ -98,6 +106,7 @@ WHOLE: set[Callable[..., Any]] = {
     torch.view_as_complex,
     *_SHARPER,
     *derivatives.OWN,
+    *_OF_NUMBERS,
     *_COVARIANCES,
     torch.cdist,
     # the modules of nn that have these names
@@ -233,18 +242,21 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
         longer = longer_format((args, kwargs))
         return func(*lengthened(args, longer), **lengthened(kwargs, longer))
     own = derivatives.OWN.get(func)
-    if func in derivatives.OF_LONG_FORMATS and (
-        format.dtype in NARROW or format.arithmetic == "numbers"
-    ):
+    is_stored = format.arithmetic == "numbers"
+    is_composed = func in derivatives.OF_LONG_FORMATS and (format.dtype in NARROW or is_stored)
+    if func in _OF_NUMBERS:
+        is_composed = not is_stored and (own is None or is_composed)
+    if is_composed:
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
     is_long = format.precision > PRECISION or not has_float64(found[0].device)
     is_own = func in derivatives.IN_ALL_FORMATS or (is_long and format.dtype not in NARROW)
     if own is not None and is_own and format.arithmetic == "terms":
         result = own(format, *args, **kwargs)
         return result if out is None else _assigned(name, out, result, found, (args, kwargs))
-    if own is not None and func not in _SHARPER and not (is_long and format.dtype in NARROW):
+    is_plain = own is not None and func not in _SHARPER and not (is_stored and func in _OF_NUMBERS)
+    if is_plain and not (is_long and format.dtype in NARROW):
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
-    if format.arithmetic == "numbers":
+    if is_stored:
         if out is not None:
             say_what_is_rounded(func, leaves(out), found)
         if kwargs.get("dtype") == format.dtype:

@@ -309,3 +309,35 @@ def test_functions_of_masked_tensors_keep_all_bits(format, name):
     assert function(nn.Parameter(x), mask).dtype == format.dtype
     if name != "median":
         assert function(mcf.as_plain(x, torch.float32), mask).dtype == torch.float32
+
+
+WITH_GRADIENTS = {
+    "cummax": lambda x: x.cummax(1).values,
+    "cummin": lambda x: torch.cummin(x, 1).values,
+    "softmax": lambda x: x.softmax(1),
+    "log_softmax": lambda x: F.log_softmax(x, 1),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.tensor([0, 2, 1, 5])),
+}
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
+@pytest.mark.parametrize("format", [mcf.bf16i16, mcf.bf16i8, mcf.fp16i16])
+def test_gradients_of_functions_whose_result_is_wider(format, name):
+    function = WITH_GRADIENTS[name]
+    x = mcf.as_expansion(torch.rand(4, 6, generator=torch.Generator().manual_seed(1)), format)
+    wide = mcf.as_plain(x, torch.float64).requires_grad_()
+    made, expected = function(x.requires_grad_()), function(wide)
+    torch.testing.assert_close(made.double(), expected, rtol=1e-6, atol=1e-6)
+    weights = torch.linspace(-1, 2, made.numel()).view(made.shape)
+    (found,) = torch.autograd.grad(made, x, weights)
+    (right,) = torch.autograd.grad(expected, wide, weights.double())
+    found = mcf.as_plain(found, torch.float64)
+    torch.testing.assert_close(found, right, rtol=2.0**-8, atol=2.0**-10)
+
+
+@pytest.mark.parametrize("format", [mcf.bf16i16, mcf.e4m3i8, mcf.mxfp8])
+def test_a_new_shape_in_place_is_refused(format):
+    x = sample(format, 4, 32)
+    with pytest.raises(NotImplementedError, match=r"resize_.*shape \(2, 2\)"):
+        x.resize_(2, 2)
+    assert_same_bits(x, sample(format, 4, 32))
