@@ -9,6 +9,8 @@ they call PyTorch's own code with the leading terms directly.
 
 from __future__ import annotations
 
+import inspect
+import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -202,6 +204,32 @@ def _attention(
     return made
 
 
+_OF_HEADS = inspect.signature(F.multi_head_attention_forward)
+
+
+def _attention_of_heads(*given: Any, **options: Any) -> Any:
+    """Return attention of heads. Weights of queries are multiplied by what PyTorch's float64 root
+    of 1 / features lacks."""
+    bound = _OF_HEADS.bind(*given, **options)
+    bound.apply_defaults()
+    call = bound.arguments
+    format = expansions([*call.values()])[0]._format
+    count, device = call["embed_dim_to_check"], call["query"].device
+    features = count // call["num_heads"]
+    used = Fraction(math.sqrt(1 / features))
+    right = exact.sqrt(Fraction(1, features), bits_of_constants(format))
+    factor = constant_in(format, right / used, device).expand(count)
+    factors = torch.cat([factor, torch.ones_like(factor), torch.ones_like(factor)])
+    if call["use_separate_proj_weight"]:
+        call["q_proj_weight"] = call["q_proj_weight"] * factor.unsqueeze(1)
+    else:
+        call["in_proj_weight"] = call["in_proj_weight"] * factors.unsqueeze(1)
+    if call["in_proj_bias"] is not None:
+        call["in_proj_bias"] = call["in_proj_bias"] * factors
+    made, weights = F.multi_head_attention_forward(**call | {"need_weights": True})
+    return made, weights if call["need_weights"] else None
+
+
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
     """Return losses without chunks, which PyTorch's own operator has alone."""
     made: Tensor = F.linear_cross_entropy(*args, **kwargs)
@@ -216,6 +244,7 @@ _IN_TERMS: dict[Callable[..., Any], Callable[..., Any]] = {
     },
     **dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm),
     F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _attention_of_heads,
     **dict.fromkeys(_OF_TORCH_2_13, _linear_cross_entropy),
 }
 """Replacements of functions that PyTorch composes with numbers of the dtype."""
