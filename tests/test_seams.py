@@ -106,7 +106,6 @@ DEFECTS = [
         [f"{f.name}, without float64" for f in TERMS],
         "nn.functional.conv_transpose2d nn.functional.conv_transpose3d",
     ),
-    ("the gradient is not a number", ["bf16x3", "bf16x3, without float64"], "renorm"),
     (
         "the gradient of a scalar has no dimension to scatter along",
         [f"{f.name}, without float64" for f in TERMS],

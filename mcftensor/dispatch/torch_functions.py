@@ -115,7 +115,6 @@ WHOLE: set[Callable[..., Any]] = {
     F.multi_head_attention_forward,
     F.rms_norm,
     F.scaled_dot_product_attention,  # transformers
-    F.softmin,  # which rounds -x to a dtype that is given
     *_OF_TORCH_2_13,
 }  # fmt: skip
 
