@@ -132,7 +132,7 @@ def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     originals = {}
     for i, x in written.items():
         require_castable(copies[i].dtype, x)
-        if copies[i].shape != x.shape:
+        if isinstance(x, MCFTensor) and copies[i].shape != x.shape:
             shapes = f"{tuple(copies[i].shape)}, and where it goes of {tuple(x.shape)}"
             raise refusal(func, [x], f"its result is of shape {shapes}")
         store_numbers([x], [copies[i]])
