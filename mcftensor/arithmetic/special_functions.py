@@ -3,7 +3,8 @@
 Each function takes and returns float64 tensors, as PyTorch's function of the same name does. Its
 relative error is a few roundings where PyTorch loses digits: in the tails of `gelu` and of
 the normal distribution, at zeros of `digamma`, `logit`, `sinc` and `tanhshrink`, where one element
-dominates `log_softmax`, for small arguments of `igammac`, and in all of `polygamma(1, x)`.
+dominates `log_softmax` or its gradient, for small arguments of `igammac`, and in all of
+`polygamma(1, x)`.
 Functions that call no error-free transformation are differentiable. They also take expansions, in
 which constants are functions of exact numbers.
 """
@@ -226,6 +227,22 @@ def logsumexp(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> T
         return torch.log(x.exp().sum(dim, keepdim))
     maximum = x.amax(dim, keepdim=True)
     return x.amax(dim, keepdim=keepdim) + torch.log1p(_rest(x, maximum, dim, keepdim))
+
+
+def is_largest(y: Tensor, dim: int) -> Tensor:
+    """Return whether an element is the first of the largest ones of its row."""
+    places = y.argmax(dim, keepdim=True)
+    return torch.zeros(y.shape, dtype=torch.bool, device=y.device).scatter(dim, places, True)
+
+
+def log_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """The gradient of `log_softmax`, from its result y; of the largest element by expm1."""
+    if not y.numel():
+        return grad * y
+    p, is_first = y.exp(), is_largest(y, dim)
+    others = torch.where(is_first, 0.0, grad).sum(dim, keepdim=True)
+    of_largest = -grad * torch.expm1(y) - p * others
+    return torch.where(is_first, of_largest, grad - p * grad.sum(dim, keepdim=True))
 
 
 def softplus(x: Tensor) -> Tensor:

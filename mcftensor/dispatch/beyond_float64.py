@@ -212,17 +212,15 @@ def _div(x: Tensor, y: Tensor, *, rounding_mode: str | None = None) -> Tensor:
     quotient = x / y
     if rounding_mode is None:
         return quotient
-    remainder = (torch.remainder if rounding_mode == "floor" else torch.fmod)(x, y)
-    whole = ((x - remainder) / y).round()
-    whole = torch.where(whole == 0, torch.copysign(torch.zeros_like(whole), quotient), whole)
+    x = x if isinstance(x, Tensor) else torch.full_like(quotient, x)
+    rest = torch.fmod(x, y)
+    whole = ((x - rest) / y).round()
+    is_special = torch.isnan(rest)  # of infinite dividends, and divisors of 0
     if rounding_mode == "floor":
-        is_below = (quotient == 0) & (x != 0) & torch.signbit(quotient)  # of infinite divisors
-        rounded = torch.where(is_below, torch.full_like(quotient, -1), torch.floor(quotient))
-        has_no_remainder = torch.isnan(remainder) & (y != 0)
-        rounded = torch.where(has_no_remainder, torch.full_like(quotient, math.nan), rounded)
-    else:
-        rounded = torch.trunc(quotient)
-    return torch.where(torch.isfinite(whole), whole, rounded)
+        whole = torch.where((rest != 0) & torch.signbit(quotient), whole - 1, whole)
+        is_special = is_special & (y == 0)
+    whole = torch.where(whole == 0, torch.copysign(torch.zeros_like(whole), quotient), whole)
+    return torch.where(is_special, quotient, whole)
 
 
 # ------------------------------------------------------------------------------- evenly spaced

@@ -12,11 +12,12 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn import functional as F
 
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.dispatch.format_as_dtype import cast
 from mcftensor.dispatch.operands import expansions, is_wrapped, mapped
-from mcftensor.dispatch.torch_functions import FUNCTIONS, converted
+from mcftensor.dispatch.torch_functions import FUNCTIONS, converted, evaluate_whole
 from mcftensor.formats import PLAIN
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.implicit_rounding import holds
@@ -117,6 +118,18 @@ def _method(name: str, dtype: torch.dtype) -> Callable[..., Tensor]:
     return lambda x, **kwargs: getattr(plain_with_gradient(x, dtype), name)(**kwargs)
 
 
+def _softmin(
+    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Handle `F.softmin`, which rounds -x to a dtype that is given."""
+    dtype = None if dtype == input.dtype else dtype
+    x = plain_with_gradient(-input, dtype)
+    if isinstance(x, MCFTensor) and x.acts_as == "value":
+        made: Tensor = evaluate_whole(F.softmax, x, dim, _stacklevel, dtype=dtype)
+        return made
+    return F.softmax(x, dim, _stacklevel, dtype)
+
+
 BEFORE_TORCH: dict[Any, Callable[..., Any]] = {
     Tensor.to: _to,
     Tensor.type_as: _to,
@@ -127,6 +140,7 @@ BEFORE_TORCH: dict[Any, Callable[..., Any]] = {
     Tensor.bfloat16: _method("bfloat16", torch.bfloat16),
     torch.float_power: _float_power,
     Tensor.float_power: _float_power,
+    F.softmin: _softmin,
     torch._C._nn.pad_sequence: _pad_sequence,
     torch._pack_padded_sequence: _pack_padded_sequence,
     torch._pad_packed_sequence: _pad_packed_sequence,

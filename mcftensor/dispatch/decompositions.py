@@ -115,7 +115,6 @@ ALGORITHMS = _by_name(
     aten._unsafe_masked_index.default,  # within others here
     aten._unsafe_masked_index_put_accumulate.default,
     aten.embedding_dense_backward.default,  # gradients of nn.Embedding
-    aten._log_softmax_backward_data.default,
     aten.special_entr.default,  # torch.special.entr
     aten.renorm.default,  # x.renorm
     aten.trace.default,  # x.trace

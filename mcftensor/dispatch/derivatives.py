@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mcftensor.arithmetic import exact_constants as exact
-from mcftensor.arithmetic.special_functions import reduced
+from mcftensor.arithmetic.special_functions import is_largest, reduced
 from mcftensor.dispatch import beyond_float64
 from mcftensor.dispatch.elementary import bits_of_constants, by_formula, constant_in, in_longer
 from mcftensor.dispatch.operands import is_wrapped, stored_in
@@ -131,6 +131,54 @@ class _Differentiated(torch.autograd.Function):
 def _derivative(ctx: Any) -> Tensor:
     x, y = ctx.saved_tensors
     return _DERIVATIVES[ctx.name](x, y, named(ctx.format))
+
+
+class _Softmax(torch.autograd.Function):
+    """Softmax, with the distance from 1 of an element that rounds to 1.
+
+    The other elements have this distance: their sum. A softmax has the same derivative if a number
+    is subtracted from the gradient or tangent. Subtracted is the one of an element above 1/2, so
+    that this element drops out of the sum.
+    """
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, dim: int) -> tuple[Tensor, int]:
+        return _Softmax.apply(x.movedim(in_dims[0], 0), dim + 1 if dim >= 0 else dim), 0
+
+    @staticmethod
+    def forward(x: Tensor, dim: int) -> Tensor:
+        return torch.softmax(x, dim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.dim = inputs
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        (y,), dim = ctx.saved_tensors, ctx.dim
+        if y.numel():
+            own = torch.where(is_largest(y, dim), tangent, torch.zeros_like(tangent))
+            own = own.sum(dim, keepdim=True)
+            dominates = (y > 0.5).any(dim, keepdim=True) & torch.isfinite(own)
+            tangent = tangent - torch.where(dominates, own, torch.zeros_like(own))
+        return torch._softmax_backward_data(tangent, y, dim, y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Softmax.jvp(ctx, grad), None
+
+
+def _softmax(
+    function: Callable[..., Tensor], format: Format, input: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    dim = args[0] if args else kwargs.get("dim")
+    dtypes = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
+    if not isinstance(dim, int) or any(x != format.dtype for x in dtypes):
+        return function(input, *args, **kwargs)
+    made: Tensor = _Softmax.apply(input, dim)
+    return made
 
 
 def _by_name(name: str, format: Format, x: Tensor) -> Tensor:
@@ -268,6 +316,33 @@ def _cross_entropy(format: Format, *args: Any, **kwargs: Any) -> Tensor:
     return own + others * _whole_number(factor, format, x.device)
 
 
+def _glu(format: Format, input: Tensor, dim: int = -1) -> Tensor:
+    """Return x s(y) of two halves; PyTorch's derivative has 1 - s(y) of a rounded s(y)."""
+    if not input.dim() or input.shape[dim] % 2:
+        return F.glu(input, dim)  # raises
+    x, y = input.chunk(2, dim)
+    return x * _by_name("sigmoid", format, y)
+
+
+def _binary_cross_entropy_with_logits(format: Format, *args: Any, **kwargs: Any) -> Tensor:
+    """Return losses by two parts of the same sign; PyTorch's derivative is s(x) - target."""
+    given = _given(F.binary_cross_entropy_with_logits, args, kwargs)
+    x, target = given["input"], given["target"]
+    if x.shape != target.shape:
+        return F.binary_cross_entropy_with_logits(x, target)  # raises
+    positive = target if given["pos_weight"] is None else target * given["pos_weight"]
+    losses = (target - 1) * F.logsigmoid(-x) - positive * F.logsigmoid(x)
+    losses = losses if given["weight"] is None else losses * given["weight"]
+    return reduced(losses, nn._reduction.get_enum(given["reduction"]))
+
+
+def _renorm(format: Format, input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
+    """Return slices with norms of at most `maxnorm`; PyTorch's derivative rounds 1e-7."""
+    dims = [d for d in range(input.dim()) if d != dim % input.dim()]
+    norm = torch.linalg.vector_norm(input, p, dims, keepdim=True)
+    return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), torch.ones_like(norm))
+
+
 def _functions(name: str) -> list[Callable[..., Any]]:
     """Return the functions of PyTorch that have a name."""
     places = (torch, Tensor, torch.special, F)
@@ -287,6 +362,13 @@ _OF_LONG_FORMATS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.poisson_nll_loss: _poisson_nll_loss,
 }
 
+_COMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.glu: _glu,
+    **{function: functools.partial(_softmax, function) for function in _functions("softmax")},
+    **dict.fromkeys((torch.renorm, Tensor.renorm), _renorm),
+    F.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
+}
+
 OWN: dict[Callable[..., Any], Callable[..., Any]] = {
     **{
         function: functools.partial(_by_name, name)
@@ -296,11 +378,12 @@ OWN: dict[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _pow),
     Tensor.__rpow__: lambda format, x, base: _pow(format, base, x),
     **_OF_LONG_FORMATS,
+    **_COMPOSED,
 }
 """Replacements of PyTorch's functions, which take the format before their arguments."""
 
 OF_LONG_FORMATS = frozenset(_OF_LONG_FORMATS)
 """Those of them that PyTorch composes of operators, which serve 16-bit terms as they are."""
 
-IN_ALL_FORMATS = frozenset(x for name in _FROM_ARGUMENT for x in _functions(name))
+IN_ALL_FORMATS = frozenset([*(x for name in _FROM_ARGUMENT for x in _functions(name)), *_COMPOSED])
 """Those of them that serve every format of terms."""

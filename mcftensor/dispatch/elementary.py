@@ -410,5 +410,6 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "_softmax_backward_data": in_longer(
         lambda grad, y, dim, dtype: y * (grad - (grad * y).sum(dim, keepdim=True))
     ),
+    "_log_softmax_backward_data": in_longer(special_functions.log_softmax_backward),
 }
 """Algorithms by the names of aten operators."""

@@ -25,6 +25,7 @@ _SHARPER: dict[Any, Callable[..., Tensor]] = {
     aten.igammac: special_functions.igammac,
     aten.igammac_: special_functions.igammac,
     aten._log_softmax: special_functions.log_softmax,
+    aten._log_softmax_backward_data: special_functions.log_softmax_backward,
     aten.logaddexp2: special_functions.logaddexp2,
     aten.logit: special_functions.logit,
     aten.logsumexp: special_functions.logsumexp,

@@ -32,7 +32,7 @@ from mcftensor.dispatch.operands import (
     stored_in,
 )
 from mcftensor.dispatch.registry import Handler
-from mcftensor.dispatch.write_results import written_to
+from mcftensor.dispatch.write_results import refusal, written_to
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Column, is_bare, places_of
@@ -132,6 +132,9 @@ def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     originals = {}
     for i, x in written.items():
         require_castable(copies[i].dtype, x)
+        if isinstance(x, MCFTensor) and copies[i].shape != x.shape:
+            shapes = f"{tuple(copies[i].shape)}, and where it goes of {tuple(x.shape)}"
+            raise refusal(func, [x], f"its result is of shape {shapes}")
         store_numbers([x], [copies[i]])
         originals[id(copies[i])] = x
     return tree_map(lambda x: originals.get(id(x), x), result) if originals else result

@@ -9,6 +9,8 @@ they call PyTorch's own code with the leading terms directly.
 
 from __future__ import annotations
 
+import inspect
+import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -79,6 +81,14 @@ _OF_MACHINE_TYPES: set[Callable[..., Any]] = {
 }
 """Functions without an algorithm for terms."""
 
+_OF_NUMBERS: set[Callable[..., Any]] = {
+    *(getattr(kind, name) for kind in (torch, Tensor) for name in ("cummax", "cummin")),
+    *(getattr(kind, name) for kind in (torch, Tensor, F) for name in ("softmax", "log_softmax")),
+    F.cross_entropy,
+}
+"""Functions whose gradients PyTorch makes of the result and of the input's dtype, which is narrower
+for storage formats."""
+
 WHOLE: set[Callable[..., Any]] = {
     # torch.quantile, x.quantile
     *(getattr(torch, name) for name in _METHODS),
@@ -98,13 +108,13 @@ WHOLE: set[Callable[..., Any]] = {
     torch.view_as_complex,
     *_SHARPER,
     *derivatives.OWN,
+    *_OF_NUMBERS,
     *_COVARIANCES,
     torch.cdist,
     # the modules of nn that have these names
     F.multi_head_attention_forward,
     F.rms_norm,
     F.scaled_dot_product_attention,  # transformers
-    F.softmin,  # which rounds -x to a dtype that is given
     *_OF_TORCH_2_13,
 }  # fmt: skip
 
@@ -193,6 +203,32 @@ def _attention(
     return made
 
 
+_OF_HEADS = inspect.signature(F.multi_head_attention_forward)
+
+
+def _attention_of_heads(*given: Any, **options: Any) -> Any:
+    """Return attention of heads. Weights of queries are multiplied by what PyTorch's float64 root
+    of 1 / features lacks."""
+    bound = _OF_HEADS.bind(*given, **options)
+    bound.apply_defaults()
+    call = bound.arguments
+    format = expansions([*call.values()])[0]._format
+    count, device = call["embed_dim_to_check"], call["query"].device
+    features = count // call["num_heads"]
+    used = Fraction(math.sqrt(1 / features))
+    right = exact.sqrt(Fraction(1, features), bits_of_constants(format))
+    factor = constant_in(format, right / used, device).expand(count)
+    factors = torch.cat([factor, torch.ones_like(factor), torch.ones_like(factor)])
+    if call["use_separate_proj_weight"]:
+        call["q_proj_weight"] = call["q_proj_weight"] * factor.unsqueeze(1)
+    else:
+        call["in_proj_weight"] = call["in_proj_weight"] * factors.unsqueeze(1)
+    if call["in_proj_bias"] is not None:
+        call["in_proj_bias"] = call["in_proj_bias"] * factors
+    made, weights = F.multi_head_attention_forward(**call | {"need_weights": True})
+    return made, weights if call["need_weights"] else None
+
+
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
     """Return losses without chunks, which PyTorch's own operator has alone."""
     made: Tensor = F.linear_cross_entropy(*args, **kwargs)
@@ -207,6 +243,7 @@ _IN_TERMS: dict[Callable[..., Any], Callable[..., Any]] = {
     },
     **dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm),
     F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _attention_of_heads,
     **dict.fromkeys(_OF_TORCH_2_13, _linear_cross_entropy),
 }
 """Replacements of functions that PyTorch composes with numbers of the dtype."""
@@ -233,18 +270,21 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
         longer = longer_format((args, kwargs))
         return func(*lengthened(args, longer), **lengthened(kwargs, longer))
     own = derivatives.OWN.get(func)
-    if func in derivatives.OF_LONG_FORMATS and (
-        format.dtype in NARROW or format.arithmetic == "numbers"
-    ):
+    is_stored = format.arithmetic == "numbers"
+    is_composed = func in derivatives.OF_LONG_FORMATS and (format.dtype in NARROW or is_stored)
+    if func in _OF_NUMBERS:
+        is_composed = not is_stored and (own is None or is_composed)
+    if is_composed:
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
     is_long = format.precision > PRECISION or not has_float64(found[0].device)
     is_own = func in derivatives.IN_ALL_FORMATS or (is_long and format.dtype not in NARROW)
     if own is not None and is_own and format.arithmetic == "terms":
         result = own(format, *args, **kwargs)
         return result if out is None else _assigned(name, out, result, found, (args, kwargs))
-    if own is not None and func not in _SHARPER and not (is_long and format.dtype in NARROW):
+    is_plain = own is not None and func not in _SHARPER and not (is_stored and func in _OF_NUMBERS)
+    if is_plain and not (is_long and format.dtype in NARROW):
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
-    if format.arithmetic == "numbers":
+    if is_stored:
         if out is not None:
             say_what_is_rounded(func, leaves(out), found)
         if kwargs.get("dtype") == format.dtype:

@@ -9,6 +9,7 @@ from mcftensor.patches import adapters as adapters
 from mcftensor.patches import distributed as distributed
 from mcftensor.patches import distributions as distributions
 from mcftensor.patches import dynamo as dynamo
+from mcftensor.patches import masked as masked
 from mcftensor.patches import objects as objects
 from mcftensor.patches import optimizers as optimizers
 from mcftensor.patches import registries as registries

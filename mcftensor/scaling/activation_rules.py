@@ -21,12 +21,11 @@ in_float32(
     placing="by rule",
 )
 in_float32(
-    *(aten.exp, aten.log, aten.log1p, aten.expm1, aten.softplus),
+    *(aten.exp, aten.log, aten.log1p, aten.expm1, aten.softplus, aten.erfc),
     placing="by size",
 )
 by_gradient(
     aten.native_dropout_backward,
-    aten.gelu_backward,
     aten.elu_backward,
     aten.hardsigmoid_backward,
     aten.hardswish_backward,
@@ -61,10 +60,15 @@ def _gated(mantissa: Tensor, gate: Tensor) -> Tensor:
     return torch.where(gate == 0, 0, mantissa * gate)
 
 
+def _ndtr(x: Tensor) -> Tensor:
+    """The normal distribution with its lower tail, where PyTorch's 1 + erf cancels."""
+    return torch.special.erfc(x * -(0.5**0.5)) / 2
+
+
 def _gate_of_gelu(x: Tensor, approximate: str = "none") -> Tensor:
     if approximate == "tanh":
         return 0.5 * (1 + ((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh())
-    return torch.special.ndtr(x)
+    return _ndtr(x)
 
 
 def _by_gate(operator: Any, gate: Callable[..., Tensor]) -> None:
@@ -75,6 +79,19 @@ def _by_gate(operator: Any, gate: Callable[..., Tensor]) -> None:
 
 
 _by_gate(aten.gelu, _gate_of_gelu)
+
+
+@rule(aten.gelu_backward)
+def _gelu_backward(gradient: Any, x: Any, approximate: str = "none") -> Unrounded:
+    g, a = number(gradient), number(x).plain()
+    if approximate == "tanh":
+        made = aten.gelu_backward(g.mantissa, a, approximate=approximate)
+    else:
+        density = torch.exp(a.square() / -2) / math.sqrt(2 * math.pi)
+        made = g.mantissa * (_ndtr(a) + _gated(a, density))
+    return Unrounded(made, g.exponent)
+
+
 _by_gate(aten.silu, torch.sigmoid)
 _by_gate(aten.hardswish, lambda x: (x + 3).clamp(0, 6) / 6)
 _by_gate(aten.mish, lambda x: torch.tanh(aten.softplus(x)))

@@ -189,6 +189,25 @@ def test_activations_keep_the_scale(name, s):
     assert_near(made, expected, FLOAT32 * plain(x).abs())
 
 
+TAILS = {"erfc": lambda x: torch.special.erfc(-x), "gelu": F.gelu}
+
+
+@pytest.mark.parametrize("name", TAILS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tails_of_the_normal_distribution(name, dtype):
+    """PyTorch's 1 + erf has no bits of them in float32."""
+    bound = 2.0 ** -min(BITS[dtype], 17)
+    for number in (-5.0, -4.0, -3.0, -2.0, -0.25, 0.5, 3.0):
+        x = at(torch.tensor([number], dtype=dtype), 0, requires_grad=True)
+        wide = plain(x).requires_grad_()
+        made, expected = TAILS[name](x), TAILS[name](wide)
+        torch.testing.assert_close(plain(made), expected, rtol=bound, atol=0)
+        (found,), (right,) = (
+            torch.autograd.grad(y.sum(), z) for y, z in ((made, x), (expected, wide))
+        )
+        torch.testing.assert_close(plain(found), right, rtol=16 * bound, atol=0)
+
+
 NUMBERS = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, "cos": torch.cos}
 
 

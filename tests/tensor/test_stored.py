@@ -280,3 +280,64 @@ def test_a_parameter_that_is_written_to_is_its_number(format, operation):
             IN_PLACE[operation](x, 1 + torch.rand(4, 32) / 1000)
         found.append(mcf.as_plain(x, torch.float64))
     assert torch.equal(*found)
+
+
+OF_MASKED = {
+    **{
+        name: lambda x, mask, name=name: getattr(torch.masked, name)(x, 1, mask=mask)
+        for name in (
+            *("amax", "amin", "cumsum", "cumprod", "logsumexp", "std", "var"),
+            *("sum", "mean", "prod", "softmax", "log_softmax", "softmin", "median"),
+        )
+    },
+    "norm": lambda x, mask: torch.masked.norm(x, 2, 1, mask=mask),
+    "normalize": lambda x, mask: torch.masked.normalize(x, 2, 1, mask=mask),
+    "logaddexp": lambda x, mask: torch.masked.logaddexp(x, x + 1, input_mask=mask, other_mask=mask),
+}
+
+
+@pytest.mark.parametrize("name", OF_MASKED)
+@pytest.mark.parametrize("format", [mcf.bf16i16, mcf.bf16i8, mcf.fp16i16])
+def test_functions_of_masked_tensors_keep_all_bits(format, name):
+    function = OF_MASKED[name]
+    x = mcf.as_expansion(1 + torch.rand(4, 6, generator=torch.Generator().manual_seed(1)), format)
+    mask = torch.arange(24).view(4, 6) % 4 > 0
+    expected = function(mcf.as_plain(x, torch.float64), mask)
+    found = function(x, mask)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=1e-6)
+    assert function(nn.Parameter(x), mask).dtype == format.dtype
+    if name != "median":
+        assert function(mcf.as_plain(x, torch.float32), mask).dtype == torch.float32
+
+
+WITH_GRADIENTS = {
+    "cummax": lambda x: x.cummax(1).values,
+    "cummin": lambda x: torch.cummin(x, 1).values,
+    "softmax": lambda x: x.softmax(1),
+    "log_softmax": lambda x: F.log_softmax(x, 1),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.tensor([0, 2, 1, 5])),
+}
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
+@pytest.mark.parametrize("format", [mcf.bf16i16, mcf.bf16i8, mcf.fp16i16])
+def test_gradients_of_functions_whose_result_is_wider(format, name):
+    function = WITH_GRADIENTS[name]
+    x = mcf.as_expansion(torch.rand(4, 6, generator=torch.Generator().manual_seed(1)), format)
+    wide = mcf.as_plain(x, torch.float64).requires_grad_()
+    made, expected = function(x.requires_grad_()), function(wide)
+    torch.testing.assert_close(made.double(), expected, rtol=1e-6, atol=1e-6)
+    weights = torch.linspace(-1, 2, made.numel()).view(made.shape)
+    (found,) = torch.autograd.grad(made, x, weights)
+    (right,) = torch.autograd.grad(expected, wide, weights.double())
+    found = mcf.as_plain(found, torch.float64)
+    torch.testing.assert_close(found, right, rtol=2.0**-8, atol=2.0**-10)
+
+
+@pytest.mark.parametrize("format", [mcf.bf16i16, mcf.e4m3i8, mcf.mxfp8])
+def test_a_new_shape_in_place_is_refused(format):
+    x = sample(format, 4, 32)
+    with pytest.raises(NotImplementedError, match=r"resize_.*shape \(2, 2\)"):
+        x.resize_(2, 2)
+    assert_same_bits(x, sample(format, 4, 32))

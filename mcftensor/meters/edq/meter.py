@@ -83,7 +83,7 @@ class EDQ(Handle):
         coupled: measure all parameters at once from the start.
 
     Attributes:
-        last: the latest `Reading` of the whole model, or None.
+        last: the latest `Reading` of the whole model; None before the first sample.
         history: all readings of the whole model.
         per_group: the latest reading of each parameter group.
         per_parameter: the latest reading of each parameter with a gradient, by name.
@@ -183,7 +183,7 @@ class EDQ(Handle):
 
     @property
     def last(self) -> Reading | None:
-        """The latest reading of the whole model."""
+        """The latest reading of the whole model; None before the first sample."""
         return self.history[-1] if self.history else None
 
     @property
