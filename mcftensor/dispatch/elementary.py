@@ -382,6 +382,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
         ("softshrink_backward", "hardshrink_backward"),
         lambda grad, x, limit: torch.where(x.abs() > limit, grad, torch.zeros_like(grad)),
     ),  # gradients of F.softshrink and F.hardshrink
+    # gradients of F.dropout
     "native_dropout_backward": lambda grad, mask, scale: torch.where(mask, grad * scale, 0.0),
     "threshold": _threshold,  # F.threshold
     "nan_to_num": _nan_to_num,  # torch.nan_to_num

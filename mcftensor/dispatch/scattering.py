@@ -197,7 +197,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
         }.items()
         for name in names
         for dims in (1, 2, 3)
-    },
+    },  # gradients of both
     "unfold_backward": _of_windows,  # gradients of x.unfold
 }
 """Algorithms by the names of aten operators."""
