@@ -286,6 +286,8 @@ def compare(name: str, sample: Any, format: mcf.Format) -> None:
         is_refused = isinstance(found, NotImplementedError) or repr(found) == repr(refusal)
         assert is_refused, f"raises {found!r}"
         return
+    formats = formats_in(found)
+    assert formats <= formats_in(own), f"gives {formats}"
     sums_cancel = name in SUMS and not has_float64()
     sums_cancel = sums_cancel or (name == "cumsum" and format is mcf.fp64x2)
     is_sensitive = name in SENSITIVE or sums_cancel
@@ -303,6 +305,10 @@ def compare(name: str, sample: Any, format: mcf.Format) -> None:
             other = run(op, tree_map(lambda x: operand(x, format, coarse(format)), own), output)
             other = tree_leaves(([], other[1]) if has_units else other)[i]
             assert is_near(x, y, format, is_whole, other), f"{x} for {y}"
+
+
+def formats_in(tree: Any) -> set[mcf.Format]:
+    return {x.format for x in tree_leaves(tree) if isinstance(x, mcf.MCFTensor)}
 
 
 def widest(format: mcf.Format) -> torch.dtype | mcf.Format:

@@ -83,6 +83,8 @@ def in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
             return MCFTensor.of(stored_in(x, longer, x.device), longer)
 
         result = function(*mapped(lengthened, args), **mapped(lengthened, kwargs))
+        if isinstance(result, tuple):  # PyTorch's decompositions give tuples with names
+            result = tuple(result)
         return mapped(
             lambda x: value_of(x, format, found) if isinstance(x, MCFTensor) else x, result
         )
