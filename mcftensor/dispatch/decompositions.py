@@ -208,9 +208,10 @@ def _group_norm_backward(
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     def norm(x: Tensor, weight: Tensor | None, bias: Tensor) -> Tensor:
-        var, mean = torch.var_mean(x.reshape(n, groups, -1), -1, correction=0, keepdim=True)
+        rows = x.reshape(n, groups, channels // groups * places)
+        var, mean = torch.var_mean(rows, -1, correction=0, keepdim=True)
         eps = (1 / rstd.square().view(n, groups, 1) - var).detach()
-        units = ((x.reshape(n, groups, -1) - mean) * torch.rsqrt(var + eps)).view(n, channels, -1)
+        units = ((rows - mean) * torch.rsqrt(var + eps)).view(n, channels, places)
         scaled = units if weight is None else units * weight.view(-1, 1)
         return (scaled + bias.view(-1, 1)).view(x.shape)
 

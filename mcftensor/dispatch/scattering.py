@@ -168,6 +168,8 @@ def _of_nearest(func: Any) -> Callable[..., Tensor]:
 @in_longer
 def _of_windows(grad: Tensor, shape: Sequence[int], dim: int, size: int, step: int) -> Tensor:
     """Return the gradient of x.unfold(dim, size, step)."""
+    if not shape:  # one window of one element
+        return grad.view(shape)
     found, dim = grad.new_zeros(shape), dim % len(shape)
     for i, of_place in enumerate(grad.unbind(-1)):
         every = (*[slice(None)] * dim, slice(i, i + step * grad.shape[dim], step))

@@ -351,3 +351,25 @@ def test_logit_and_bilinear(format):
         for o in range(2)
     ]
     assert_near(F.bilinear(a, b, weight), expected, 6)
+
+
+@pytest.mark.parametrize("format", [mcf.fp64x2, mcf.fp32x3], ids=str)
+def test_gradients_of_nothing_and_of_one_element(format):
+    x = mcf.as_expansion(torch.zeros(0, 2), format).requires_grad_()
+    weight = mcf.as_expansion(torch.ones(2), format).requires_grad_()
+    F.group_norm(x, 1, weight, weight).sum().backward()
+    assert x.grad.shape == (0, 2)
+    assert weight.grad.tolist() == [0, 0]
+    one = mcf.as_expansion(torch.tensor(3.0), format).requires_grad_()
+    one.unfold(0, 1, 1).sum().backward()
+    assert one.grad == 1
+    assert one.grad.format is format
+
+
+@pytest.mark.parametrize("function", [F.logsigmoid, lambda x: F.layer_norm(x, [3])])
+def test_results_of_several_tensors_have_the_format(function):
+    x = mcf.as_expansion(torch.arange(6.0).view(2, 3), mcf.fp64x2).requires_grad_()
+    y = function(x)
+    assert y.format is mcf.fp64x2
+    y.sum().backward()
+    assert x.grad.format is mcf.fp64x2
