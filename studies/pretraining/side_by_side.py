@@ -27,7 +27,7 @@ def side_by_side(
     """
     context = multiprocessing.get_context("spawn")
     taken, before = context.Value("q", 0), bar.n
-    with context.Pool(jobs, _begin, (taken, threads), maxtasksperchild=1) as pool:
+    with context.Pool(jobs, _begin, (taken, threads)) as pool:
         found = [pool.apply_async(_with_steps, (task,)) for task in tasks]
         for waiting in found:
             while not waiting.ready():
