@@ -261,9 +261,12 @@ def _lp_pool(
     return torch.pow(sums, _whole_number(1 / Fraction(norm_type), format, x.device))
 
 
+_signature = functools.cache(inspect.signature)
+
+
 def _given(loss: Callable[..., Tensor], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return all arguments of a loss by name, the older ones as its reduction."""
-    bound = inspect.signature(loss).bind(*args, **kwargs)
+    bound = _signature(loss).bind(*args, **kwargs)
     bound.apply_defaults()
     given: dict[str, Any] = dict(bound.arguments)
     older = [given.pop(name, None) for name in ("size_average", "reduce")]
