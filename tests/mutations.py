@@ -59,6 +59,7 @@ TESTS = {
     "reproducible/*": "reproducible",
     "serving/*": "serving",
     "tools/*": "tools",
+    "wide/*": "numerics test_seams.py tensor test_fingerprint.py",
     "convert.py": "tensor files/test_save_file.py",
     "exact.py": "numerics/test_exact.py",
 }

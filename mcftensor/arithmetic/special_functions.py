@@ -12,6 +12,7 @@ which constants are functions of exact numbers.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import eft
-from mcftensor.arithmetic import exact_constants as exact
 from mcftensor.kernels.custom_ops import inline
 
 _two_prod, _two_sum = inline(eft.two_prod), inline(eft.two_sum)
@@ -188,7 +188,16 @@ def sinc(x: Tensor) -> Tensor:
     return torch.where(x == 0, 1.0, sine / (pi * x))
 
 
-_OF_TANHSHRINK = [float(exact.tanhshrink_coefficient(k)) for k in range(24)]
+def _tanhshrink_coefficients(count: int) -> list[float]:
+    """The coefficients of x^(2k) in (x - tanh(x)) / x^3, by tanh' = 1 - tanh^2."""
+    tanh = [Fraction(1)]
+    while len(tanh) <= count:
+        square = sum(map(operator.mul, tanh, reversed(tanh)))
+        tanh.append(-square / (2 * len(tanh) + 1))
+    return [-float(x) for x in tanh[1:]]
+
+
+_OF_TANHSHRINK = _tanhshrink_coefficients(24)
 
 
 def tanhshrink(x: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.dispatch.default_handler import PRECISION, compute
-from mcftensor.dispatch.differences import RULES
 from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import named_arguments, plainly, value_of
 from mcftensor.dispatch.registry import implements
@@ -77,12 +76,15 @@ def normalize(func: Any, *args: Any, **kwargs: Any) -> Any:
     return tuple([_like(x, result) for result in results]) if _is_value(x) else results
 
 
-@implements(
+_BACKWARD = (
     aten.native_batch_norm_backward.default,  # loss.backward()
     aten.batch_norm_backward.default,  # of the norms of torch.export
     aten.cudnn_batch_norm_backward.default,  # on a GPU
     aten.miopen_batch_norm_backward.default,  # on one of AMD
 )
+
+
+@implements(*_BACKWARD)  # loss.backward()
 def differentiate(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute the gradients of a norm. Gradients of parameters are plain, in their dtype."""
     given = named_arguments(func, args, kwargs)
@@ -129,10 +131,10 @@ def _of_long_input(func: Any, given: dict[str, Any], trains: bool) -> WidenedArg
     In training, norms are of the batch alone: running statistics are updated afterwards.
     """
     x = given["input"]
-    if not _is_value(x) or not is_long(x) or not (func in RULES or "bias" in given):
+    if not _is_value(x) or not is_long(x) or not (func in _BACKWARD or "bias" in given):
         return None
     own = {name: _of_role(name, y) for name, y in given.items()}
-    if func not in RULES:
+    if func not in (*_BACKWARD, aten.native_batch_norm.default):
         func = aten.native_batch_norm.default
         own |= dict.fromkeys(_STATISTICS) if trains else {}
         names = ("input", "weight", "bias", *_STATISTICS)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 from torch.utils._pytree import tree_map
 
-from mcftensor.dispatch import beyond_float64, storage_formats
+from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.in_float64 import WIDE, evaluated
 from mcftensor.dispatch.operands import (
     common_format,
@@ -30,8 +30,9 @@ from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.rounded_arguments import WidenedArguments, is_recorded
 from mcftensor.dispatch.write_results import assign, refusal, written_to
 from mcftensor.formats import Format
-from mcftensor.kernels.without_float64 import has_float64, without
+from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.tensor import MCFTensor
+from mcftensor.wings import wing
 
 aten = torch.ops.aten
 
@@ -71,9 +72,9 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     if format.arithmetic == "numbers":
         return storage_formats.on_numbers(func, args, kwargs)
     if format.precision > PRECISION:
-        return beyond_float64.by_algorithm(func, format, *args, **kwargs)
+        return wing("wide").by_algorithm(func, format, *args, **kwargs)
     if not has_float64(found[0].device):
-        return _in_float32_terms(func, format, found, args, kwargs)
+        return wing("wide").in_float32_terms(func, format, found, args, kwargs)
     return _in_float64(func, format, found, args, kwargs)
 
 
@@ -163,10 +164,10 @@ def _in_float64(
             return plainly(x, asked[-1])
         return value_of(x, format, found)
 
-    return _written_and_narrowed(func, found, targets, numbers.of, result, narrow)
+    return written_and_narrowed(func, found, targets, numbers.of, result, narrow)
 
 
-def _written_and_narrowed(
+def written_and_narrowed(
     func: Any,
     found: list[MCFTensor],
     targets: Sequence[Tensor],
@@ -198,75 +199,6 @@ def _written_and_narrowed(
         return narrow(x) if x.is_floating_point() else x
 
     return tree_map(of_target_or_narrow, result)
-
-
-def _in_float32_terms(
-    func: Any,
-    format: Format,
-    found: list[MCFTensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run an operation by its algorithm in float32 terms, and round its results once.
-
-    Without an algorithm, formats that float32 serves are evaluated in it.
-
-    Raises:
-        NotImplementedError: there is no algorithm for a longer format.
-    """
-    terms = max(2, *(len(x._format.components) for x in found))
-    asked = kwargs.get("dtype")
-    options = {name: x for name, x in kwargs.items() if name != "dtype"}
-    try:
-        result = beyond_float64.by_algorithm(func, Format(torch.float32, terms), *args, **options)
-    except NotImplementedError as error:
-        if format.precision <= PRECISION_OF_FLOAT32:
-            return _in_float32(func, format, found, args, kwargs)
-        shapes = ", ".join(f"{x._format.name} {tuple(x.shape)}" for x in found)
-        raise without(f"{func} on expansions ({shapes})") from error
-    if any(result is x for x in written_to(func, args, kwargs)):
-        return result
-
-    def narrow(x: Any) -> Any:
-        if not isinstance(x, MCFTensor):
-            return x
-        if asked not in (None, format.dtype):
-            return x._collapsed(asked)
-        return x if x._format is format else value_of(x, format, found)
-
-    return tree_map(narrow, result)
-
-
-def _in_float32(
-    func: Any,
-    format: Format,
-    found: list[MCFTensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run an operation on float32 copies; its float32 results become values."""
-    copies: dict[int, Tensor] = {}
-
-    def widen(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            return x
-        if x.layout != torch.strided:
-            raise refusal(func, found, f"it meets a tensor of {x.layout}")
-        if id(x) not in copies:
-            copies[id(x)] = (
-                x._collapsed(torch.float32)
-                if isinstance(x, MCFTensor)
-                else x.to(torch.float32, copy=True)
-            )
-        return copies[id(x)]
-
-    targets = written_to(func, args, kwargs)
-    result = func(*mapped(widen, args), **mapped(widen, kwargs))
-
-    def narrow(x: Tensor) -> Tensor:
-        return value_of(x, format, found) if x.dtype == torch.float32 else x
-
-    return _written_and_narrowed(func, found, targets, copies, result, narrow)
 
 
 @implements(

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.beyond_float64 import SPACED
 from mcftensor.dispatch.default_handler import PRECISION
 from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import is_transformed, leaves, value_of
@@ -18,6 +17,7 @@ from mcftensor.kernels.without_float64 import PAIR, has_float64, without
 from mcftensor.passes.format_conversion import number_terms
 from mcftensor.tensor.components import any_format_of, format_of, on_local
 from mcftensor.tensor.tensor import MCFTensor, of_numbers
+from mcftensor.wings import wing
 
 
 def cast(
@@ -98,8 +98,8 @@ def _result(
     tensors = [x for x in leaves(args) if isinstance(x, Tensor)]
     device = options.get("device") or (tensors[0].device if tensors else torch.get_default_device())
     is_available = has_float64(torch.device(device))
-    if name in SPACED and not (is_available and format.precision <= PRECISION):
-        return SPACED[name](format, *args, **options)
+    if name in ("arange", "linspace") and not (is_available and format.precision <= PRECISION):
+        return wing("wide").SPACED[name](format, *args, **options)
     if name in ("tensor", "as_tensor") and not tensors:
         return of_numbers(*args).to(device)
     stem = name.removeprefix("new_").removesuffix("_like")

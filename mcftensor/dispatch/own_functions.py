@@ -10,16 +10,38 @@ from torch import Tensor
 
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.dispatch import storage_formats
-from mcftensor.dispatch.elementary import by_formula
-from mcftensor.dispatch.operands import is_wrapped, stored_in, value_of
+from mcftensor.dispatch.operands import (
+    after,
+    expansions,
+    is_wrapped,
+    rounding_key,
+    stored_in,
+    value_of,
+)
 from mcftensor.dispatch.registry import implements
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels.custom_ops import LIBRARY, opaque
 from mcftensor.kernels.without_float64 import widest
+from mcftensor.passes import expressions
 from mcftensor.tensor import MCFTensor
 
 Derivative = Callable[[Tensor, Tensor], Tensor]
 """The derivative at x, given x and f(x)."""
+
+
+def by_formula(operation: str, *operands: Any) -> MCFTensor:
+    """Evaluate a formula on expansions of one format and numbers; one operand is an expansion."""
+    first = expansions(operands)[0]
+    format = first._format
+    key = rounding_key(format, operands)
+    components: list[Tensor] = []
+    for x in operands:
+        is_ours = isinstance(x, MCFTensor)
+        components += x._read() if is_ours else stored_in(x, format.nearest, first.device)
+    formats = [format.name] * len(operands)
+    keys = [] if key is None else [key]
+    found = expressions.evaluate(operation, format.name, components, formats, keys)
+    return MCFTensor.of(found, format, own=True, writes=after(format, key))
 
 
 def _evaluated(name: str, x: Tensor, source: Format) -> MCFTensor:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.base_types import BASES
-from mcftensor.arithmetic.guarded import power_of_two
+from mcftensor.arithmetic.base_types import BASES, power_of_two
 from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.operands import selected
 from mcftensor.dispatch.registry import implements
@@ -58,7 +57,7 @@ def _times_power(terms: Sequence[Tensor], exponent: Tensor) -> list[Tensor]:
     parts = [rest - full * step]
     parts += [torch.sign(full) * step * (full.abs() > i) for i in range(4)]
     for part in parts:
-        power = power_of_two(part.to(wide)).to(terms[0].dtype)
+        power = power_of_two(part, wide).to(terms[0].dtype)
         terms = [x * power for x in terms]
     if len(terms) == 1:
         return list(terms)

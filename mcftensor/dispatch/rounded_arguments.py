@@ -1,33 +1,31 @@
 """Functions in float64, and once more where an argument has bits beyond float64.
 
 Terms may lie far apart: 1e20 + 1 is a number of two float32 terms and no float64. Every function is
-evaluated in float64. Elements of elementwise functions with an argument that float64 rounds are
-evaluated again, on all terms, by the algorithm for formats beyond 48 bits. A function without such
-an algorithm is corrected by the rest r of its argument, f(x + r) = f(x) + r f'(x). Functions of
-differences are evaluated again as a whole, by the rules in `differences.py`.
+evaluated in float64. What float64 lacks of the arguments, the rests, is found here, and the wing
+`wide` corrects the results by it.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from mcftensor.dispatch import beyond_float64, differences
-from mcftensor.dispatch.in_float64 import WIDE, evaluated
-from mcftensor.dispatch.operands import expansions, leaves, mapped, named_arguments
+from mcftensor.dispatch.in_float64 import WIDE
+from mcftensor.dispatch.operands import expansions, leaves, mapped
 from mcftensor.dispatch.write_results import without_results
 from mcftensor.formats import Format, named
 from mcftensor.kernels.columns import is_bare
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.without_float64 import has_float64
-from mcftensor.passes.format_conversion import collapse_with_rest, rest_of
+from mcftensor.passes.format_conversion import collapse_with_rest
 from mcftensor.tensor import GradientTensor, MCFTensor
+from mcftensor.wings import wing, wing_or_none
 
 aten = torch.ops.aten
 
@@ -46,8 +44,7 @@ class WidenedArguments:
         func, args, kwargs = without_results(func, args, kwargs)
         self.call = func, args, {name: x for name, x in kwargs.items() if name != "dtype"}
         long = [x for x in expansions((args, kwargs)) if is_long(x)]
-        is_function = func in differences.RULES or _is_function(func)
-        self._is_corrected = is_function and bool(long) and not long[0].is_meta
+        self._is_corrected = bool(long) and not long[0].is_meta and _are_corrected(func)
         self._has_rests = self._is_corrected and not is_recorded
         self.of: dict[int, Tensor] = {}
         self.rests: dict[int, Tensor] = {}
@@ -72,12 +69,14 @@ class WidenedArguments:
         """
         if not self._is_corrected:
             return result
-        func, args, kwargs = self.call
-        is_elementwise = func not in differences.RULES
-        if is_elementwise and not result.is_floating_point():
+        if isinstance(result, Tensor) and not _is_float(result):
             return result
         if self._has_rests:
-            return _corrected(self, result) if is_elementwise else self._of_differences(result)
+            wide = wing_or_none("wide")
+            if wide is None and not are_rests(self.rests.values()):
+                return result
+            return wing("wide").from_all_terms(self, result)
+        func, args, kwargs = self.call
         results, structure = tree_flatten(result)
         tensors: list[Tensor] = []
 
@@ -94,7 +93,7 @@ class WidenedArguments:
             return f"@{place}"
 
         call = json.dumps([str(func), *mapped(described, (list(args), kwargs))])
-        if is_elementwise:
+        if wing("wide").is_elementwise(func):
             return function_of_terms(result, tensors, call)
         pairs = iter(differences_of_terms([x for x in results if _is_float(x)], tensors, call))
         longer = Format(WIDE, 2)
@@ -103,56 +102,16 @@ class WidenedArguments:
         ]
         return tree_unflatten(results, structure)
 
-    def _of_differences(self, result: Any) -> Any:
-        """Return the results of a function of differences on all terms, if there are rests."""
-        func, args, kwargs = self.call
-        is_spread = func in differences.OF_SPREADS and all(x.numel() for x in self.of.values())
-        if not is_spread and not _are_rests(self.rests.values()):
-            return result
-        return differences.RULES[func](func, named_arguments(func, args, kwargs))
+
+def _are_corrected(func: Any) -> bool:
+    """Return whether rests change the results of an operation; True where `wide` is missing."""
+    wide = wing_or_none("wide")
+    return wide is None or wide.are_corrected(func)
 
 
 def is_recorded(tree: Any) -> bool:
     """Return whether a compiler or a transform sees the operation on some expansions."""
     return not is_bare([x._component0 for x in expansions(tree)])
-
-
-_INSENSITIVE = {
-    aten.sign,
-    aten.sgn,
-    aten.rsqrt,
-    aten.tanh,
-    aten.atan,
-    aten.asinh,
-    aten.erf,
-}
-"""Functions with |x f'(x)| <= |f(x)|: an argument rounded to float64 changes them by 2^-53 of their
-size at most."""
-
-_UNTAGGED = {
-    aten.elu_backward,
-    aten.floor_divide,
-    aten.hardshrink_backward,
-    aten.hardsigmoid_backward,
-    aten.hardswish,
-    aten.hardswish_backward,
-    aten.hardtanh_backward,
-    aten.leaky_relu_backward,
-    aten.mish_backward,
-    aten.softplus_backward,
-    aten.softshrink_backward,
-}
-"""Elementwise functions that PyTorch does not tag as pointwise."""
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_function(func: Any) -> bool:
-    return (
-        func is not None
-        and func.overloadpacket not in _INSENSITIVE
-        and (torch.Tag.pointwise in func.tags or func.overloadpacket in _UNTAGGED)
-        and torch.Tag.nondeterministic_seeded not in func.tags
-    )
 
 
 def is_long(x: MCFTensor) -> bool:
@@ -166,19 +125,20 @@ def has_rests(tree: Any) -> bool:
     long = [x for x in expansions(tree) if is_long(x)]
     if not long or is_recorded(long):
         return bool(long)
-    return _are_rests(collapse_with_rest(list(x._read()), x._format.name)[1] for x in long)
+    return are_rests(collapse_with_rest(list(x._read()), x._format.name)[1] for x in long)
 
 
 @opaque(lambda stored, source: [torch.empty_like(x[..., :1]) for x in stored], lays_out=True)
 def first_if_rounded(stored: Sequence[Tensor], source: str) -> list[Tensor]:
     """Return the first elements along the last dimension, or zeros if float64 rounds no element."""
     first = [torch.empty_like(x[..., :1]).copy_(x[..., :1]) for x in stored]
-    is_rounded = _are_rests([collapse_with_rest(stored, source)[1]])
+    is_rounded = are_rests([collapse_with_rest(stored, source)[1]])
     return [torch.where(torch.isfinite(first[0]) & is_rounded, x, 0.0) for x in first]
 
 
-def _are_rests(rests: Iterable[Tensor]) -> bool:
-    return any(_has_bits(x) and len(_places(x, x.shape)) for x in rests)
+def are_rests(rests: Iterable[Tensor]) -> bool:
+    """Return whether some element has a finite rest other than zero."""
+    return any(_has_bits(x) and len(places_of_rests(x, x.shape)) for x in rests)
 
 
 def _has_bits(rest: Tensor) -> bool:
@@ -196,8 +156,8 @@ def function_of_terms(result: Tensor, tensors: Sequence[Tensor], call: str) -> T
     A tensor in the call is a text "@place format", with the place of its first component in
     `tensors`.
     """
-
-    return _corrected(_read_call(call, tensors), result.clone())
+    found: Tensor = _read_call(call, tensors).corrected(result.clone())
+    return found
 
 
 @opaque(
@@ -246,106 +206,10 @@ def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _corrected(numbers: WidenedArguments, result: Tensor) -> Tensor:
-    """Correct a float64 result where an argument has a rest, in place.
-
-    The rest of an argument changes most values by a few bits, which two terms of Taylor's series
-    give. The other values come from the algorithm for longer formats.
-    """
-    func, args, kwargs = numbers.call
-    args = list(args)
-    shape, given = result.shape, expansions((args, kwargs))
-    found = [_places(x, shape) for x in numbers.rests.values()]
-    if not any(map(len, found)):
-        return result
-    places = found[0] if len(found) == 1 else torch.cat(found).unique()
-
-    def taken(x: Tensor) -> Tensor:
-        return x.to(result.device).broadcast_to(shape).reshape(-1)[places]
-
-    terms = {id(x): [taken(y) for y in x._read()] for x in given}
-    own = {
-        id(x): taken(numbers.of.get(id(x), x))
-        for x in leaves((args, kwargs))
-        if isinstance(x, Tensor)
-    }
-    rests = {i: rest_of(own[i], terms[i]) for i in numbers.rests}
-
-    def at(changed: dict[int, Tensor]) -> Tensor:
-        chosen = own | changed
-        options = mapped(lambda x: chosen.get(id(x), x), (args, kwargs))
-        return evaluated(func, *options)
-
-    value = taken(result)
-    change, is_smooth = _by_taylor(at, value, own, rests)
-    corrected = torch.where(is_smooth, value + change, value)
-    is_hard = ~is_smooth | (change.abs() > _LARGEST_CHANGE * value.abs())
-    hard = is_hard.nonzero()[:, 0]
-    if len(hard):
-
-        def of_hard(x: Any) -> Any:
-            if isinstance(x, MCFTensor):
-                return MCFTensor.of([y[hard] for y in terms[id(x)]], x._format)
-            return taken(x)[hard] if isinstance(x, Tensor) else x
-
-        options = mapped(of_hard, (args, kwargs))
-        longer = Format(WIDE, max(2, *(len(x._format.components) for x in given)))
-        try:
-            exact = beyond_float64.by_algorithm(func, longer, *options[0], **options[1])
-            corrected[hard] = exact._collapsed(WIDE)
-        except NotImplementedError:
-            beside = {
-                i: torch.nextafter(own[i], own[i] + torch.sign(rest) * own[i].abs())
-                for i, rest in rests.items()
-            }
-            corrected = torch.where(is_smooth, corrected, at(beside))
-    if result.is_contiguous():
-        result.view(-1)[places] = corrected
-        return result
-    return result.copy_(result.reshape(-1).index_put((places,), corrected).view(shape))
-
-
-def _places(rest: Tensor, shape: torch.Size) -> Tensor:
+def places_of_rests(rest: Tensor, shape: torch.Size) -> Tensor:
     """Return the places of rests other than zero and NaN, in a flat tensor of a shape."""
     if not _has_bits(rest):
         return torch.empty(0, dtype=torch.int64, device=rest.device)
     flat = rest.broadcast_to(shape).reshape(-1)
     places = flat.nonzero()[:, 0]
     return places[torch.isfinite(flat[places])]
-
-
-_STEP = -43
-"""The exponent of the steps of difference quotients, relative to the argument.
-
-Rests are at most 2^-53 of it, so that the rounding errors of differences do not matter.
-"""
-
-_LARGEST_CHANGE = 2.0**-20
-"""The largest relative change by a rest for which two terms of Taylor's series suffice."""
-
-
-def _by_taylor(
-    at: Callable[[dict[int, Tensor]], Tensor],
-    value: Tensor,
-    numbers: dict[int, Tensor],
-    rests: dict[int, Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Return r f'(x) + r² f''(x) / 2, summed over the arguments, and where steps are small enough.
-
-    Steps are too large where slopes differ by more than 2^-16, as near singularities, and where
-    rests are not small against the period of a periodic function.
-    """
-    change = torch.zeros_like(value)
-    is_smooth = torch.ones_like(value, dtype=torch.bool)
-    for i, rest in rests.items():
-        x = numbers[i]
-        step = torch.ldexp(torch.sign(rest), torch.frexp(x).exponent + _STEP)
-        near, far = at({i: x + step}), at({i: x + 2 * step})
-        first = near - value
-        bend = (far - near) - first
-        is_small = bend.abs() <= 2.0**-16 * first.abs() + 2.0**-50 * value.abs()
-        is_constant = (near == value) & (far == value) | value.isnan() & near.isnan() & far.isnan()
-        is_smooth &= (is_small & torch.isfinite(bend)) | is_constant
-        part = torch.where((rest == 0) | is_constant, 0.0, rest / step)
-        change += torch.where(part == 0, 0.0, part * (first + 0.5 * (part - 1) * bend))
-    return change, is_smooth

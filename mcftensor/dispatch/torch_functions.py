@@ -9,11 +9,8 @@ they call PyTorch's own code with the leading terms directly.
 
 from __future__ import annotations
 
-import inspect
-import math
 import re
 from collections.abc import Callable
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -23,7 +20,6 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from mcftensor.arithmetic import exact_constants as exact
 from mcftensor.arithmetic import special_functions
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.dispatch import derivatives
@@ -33,8 +29,6 @@ from mcftensor.dispatch.default_handler import (
     explained,
     unlike_dtypes,
 )
-from mcftensor.dispatch.differences import lengthened, longer_format
-from mcftensor.dispatch.elementary import bits_of_constants, constant_in
 from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import (
     common_format,
@@ -43,7 +37,6 @@ from mcftensor.dispatch.operands import (
     leaves,
     mapped,
     plainly,
-    stored_in,
     value_of,
     with_leading,
 )
@@ -56,6 +49,7 @@ from mcftensor.kernels.columns import is_bare
 from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.step_context import current_step, outside
+from mcftensor.wings import wing, wing_or_none
 
 # ----------------------------------------------------------------------------------- of values
 
@@ -71,7 +65,7 @@ _COVARIANCES = (torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef)
 # PyTorch's own functions cancel, and dispatch sees only their parts.
 _SHARPER = {torch.special.ndtr: special_functions.ndtr, F.tanhshrink: special_functions.tanhshrink}
 
-_OF_TORCH_2_13 = [*filter(None, [getattr(F, "linear_cross_entropy", None)])]
+OF_TORCH_2_13 = [*filter(None, [getattr(F, "linear_cross_entropy", None)])]
 
 _OF_MACHINE_TYPES: set[Callable[..., Any]] = {
     *(torch.stft, Tensor.stft, torch.istft, Tensor.istft),
@@ -88,6 +82,31 @@ _OF_NUMBERS: set[Callable[..., Any]] = {
 }
 """Functions whose gradients PyTorch makes of the result and of the input's dtype, which is narrower
 for storage formats."""
+
+_OF_OPERATORS: set[Callable[..., Any]] = {
+    *(torch.lerp, Tensor.lerp, F.lp_pool1d, F.lp_pool2d, F.lp_pool3d),
+    *(getattr(x, name) for x in (torch, Tensor) for name in ("var", "std")),
+    *(torch.var_mean, torch.std_mean),
+    *(F.cross_entropy, F.gaussian_nll_loss, F.poisson_nll_loss),
+}
+"""Functions that PyTorch composes of operators, which serve 16-bit terms as they are."""
+
+_OF_WIDE: set[Callable[..., Any]] = {
+    *_OF_OPERATORS,
+    *(torch.pow, Tensor.pow, Tensor.__pow__, Tensor.__rpow__),
+    *(
+        function
+        for name in ("exp2", "log2", "log10", "erf", "erfc", "ndtr", "erfinv", "sinc")
+        for function in derivatives.functions(name)
+    ),
+    *(
+        function
+        for name in ("tanhshrink", "deg2rad", "rad2deg")
+        for function in derivatives.functions(name)
+    ),
+}
+"""Functions that PyTorch, or its derivative, forms with float64 constants. The wing `wide` replaces
+them in formats of more than 48 bits, and without float64."""
 
 WHOLE: set[Callable[..., Any]] = {
     # torch.quantile, x.quantile
@@ -108,6 +127,7 @@ WHOLE: set[Callable[..., Any]] = {
     torch.view_as_complex,
     *_SHARPER,
     *derivatives.OWN,
+    *_OF_WIDE,
     *_OF_NUMBERS,
     *_COVARIANCES,
     torch.cdist,
@@ -115,7 +135,7 @@ WHOLE: set[Callable[..., Any]] = {
     F.multi_head_attention_forward,
     F.rms_norm,
     F.scaled_dot_product_attention,  # transformers
-    *_OF_TORCH_2_13,
+    *OF_TORCH_2_13,
 }  # fmt: skip
 
 
@@ -162,93 +182,6 @@ def converted(x: Tensor, source: Format, target: Format) -> Tensor:
     return made
 
 
-def _quantile(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose share is a value, since PyTorch rounds numbers to the dtype of x."""
-
-    def of_values(x: Tensor, q: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(x, MCFTensor) and not isinstance(q, MCFTensor):
-            format = x.format.nearest
-            q = MCFTensor.of(stored_in(q, format, x.device), format)
-        return func(x, q, *args, **kwargs)
-
-    return of_values
-
-
-def _rms_norm(
-    x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    """Return a norm by its parts; PyTorch rounds eps to the dtype of one term."""
-    dims = list(range(-len(shape), 0))
-    eps = torch.finfo(WIDE).eps if eps is None else eps
-    scaled = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
-    return scaled if weight is None else scaled * weight
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
-    """Return attention by the operations that PyTorch's kernels fuse."""
-    by_parts = torch.ops.aten._scaled_dot_product_attention_math
-    if options.get("scale") is None and isinstance(query, MCFTensor):
-        bits = bits_of_constants(query._format)
-        root = exact.sqrt(Fraction(1, query.shape[-1]), bits)
-        query, options = query * constant_in(query._format, root, query.device), {"scale": 1.0}
-    made: Tensor = by_parts(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
-    return made
-
-
-_OF_HEADS = inspect.signature(F.multi_head_attention_forward)
-
-
-def _attention_of_heads(*given: Any, **options: Any) -> Any:
-    """Return attention of heads. Weights of queries are multiplied by what PyTorch's float64 root
-    of 1 / features lacks."""
-    bound = _OF_HEADS.bind(*given, **options)
-    bound.apply_defaults()
-    call = bound.arguments
-    format = expansions([*call.values()])[0]._format
-    count, device = call["embed_dim_to_check"], call["query"].device
-    features = count // call["num_heads"]
-    used = Fraction(math.sqrt(1 / features))
-    right = exact.sqrt(Fraction(1, features), bits_of_constants(format))
-    factor = constant_in(format, right / used, device).expand(count)
-    factors = torch.cat([factor, torch.ones_like(factor), torch.ones_like(factor)])
-    if call["use_separate_proj_weight"]:
-        call["q_proj_weight"] = call["q_proj_weight"] * factor.unsqueeze(1)
-    else:
-        call["in_proj_weight"] = call["in_proj_weight"] * factors.unsqueeze(1)
-    if call["in_proj_bias"] is not None:
-        call["in_proj_bias"] = call["in_proj_bias"] * factors
-    made, weights = F.multi_head_attention_forward(**call | {"need_weights": True})
-    return made, weights if call["need_weights"] else None
-
-
-def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
-    """Return losses without chunks, which PyTorch's own operator has alone."""
-    made: Tensor = F.linear_cross_entropy(*args, **kwargs)
-    return made
-
-
-_IN_TERMS: dict[Callable[..., Any], Callable[..., Any]] = {
-    **{
-        getattr(kind, name): _quantile(getattr(kind, name))
-        for kind in (torch, Tensor)
-        for name in ("quantile", "nanquantile")
-    },
-    **dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm),
-    F.scaled_dot_product_attention: _attention,
-    F.multi_head_attention_forward: _attention_of_heads,
-    **dict.fromkeys(_OF_TORCH_2_13, _linear_cross_entropy),
-}
-"""Replacements of functions that PyTorch composes with numbers of the dtype."""
-
-
 def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwargs: Any) -> Any:
     """Run a function of values in float64, and split its results, or round them into `out`.
 
@@ -267,21 +200,22 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     if func in _COVARIANCES and has_float64(found[0].device):
         return func(_below_first(args[0]), *args[1:], **kwargs)
     if func in _ISCLOSE and has_rests((args, kwargs)):
-        longer = longer_format((args, kwargs))
-        return func(*lengthened(args, longer), **lengthened(kwargs, longer))
-    own = derivatives.OWN.get(func)
+        return wing("wide").in_longer_format(func, args, kwargs)
+    has_own = func in derivatives.OWN or func in _OF_WIDE
     is_stored = format.arithmetic == "numbers"
-    is_composed = func in derivatives.OF_LONG_FORMATS and (format.dtype in NARROW or is_stored)
+    is_composed = func in _OF_OPERATORS and (format.dtype in NARROW or is_stored)
     if func in _OF_NUMBERS:
-        is_composed = not is_stored and (own is None or is_composed)
+        is_composed = not is_stored and (not has_own or is_composed)
     if is_composed:
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
     is_long = format.precision > PRECISION or not has_float64(found[0].device)
-    is_own = func in derivatives.IN_ALL_FORMATS or (is_long and format.dtype not in NARROW)
-    if own is not None and is_own and format.arithmetic == "terms":
+    own = derivatives.OWN.get(func)
+    if func in _OF_WIDE and is_long and format.dtype not in NARROW and wing_or_none("wide"):
+        own = wing("wide").OWN[func]  # without the wing, operators raise, but for those of steps
+    if own is not None and format.arithmetic == "terms":
         result = own(format, *args, **kwargs)
         return result if out is None else _assigned(name, out, result, found, (args, kwargs))
-    is_plain = own is not None and func not in _SHARPER and not (is_stored and func in _OF_NUMBERS)
+    is_plain = has_own and func not in _SHARPER and not (is_stored and func in _OF_NUMBERS)
     if is_plain and not (is_long and format.dtype in NARROW):
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
     if is_stored:
@@ -293,7 +227,7 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
     wide: Format = PLAIN[WIDE]
     if is_long:
-        func = _IN_TERMS.get(func, func)
+        func = wing("wide").COMPOSED.get(func, func)
         if format.dtype not in NARROW:
             return func(*args, **kwargs, **({} if out is None else {"out": out}))
         wide = Format(torch.float32, max(2, -(-format.precision // 24)))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.formulas import OPERATIONS
+from mcftensor.arithmetic.formulas import operation
 from mcftensor.arithmetic.noise import noise_of
 from mcftensor.arithmetic.number_protocol import Floats, Number
 from mcftensor.formats import PLAIN, Format, named
@@ -36,7 +36,7 @@ class Expression:
 
     def number(self, operands: Sequence[Floats]) -> Number:
         """Return the result before rounding; operands are sums of floats."""
-        return OPERATIONS[self.operation](*map(self.format.numbers.of, operands))
+        return operation(self.operation)(*map(self.format.numbers.of, operands))
 
 
 class Operand(NamedTuple):

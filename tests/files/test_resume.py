@@ -89,6 +89,7 @@ class TestTorchSave:
             loaded["p"].detach().zero_()
             assert loaded["view"].tolist() == [0, 0]
 
+    @pytest.mark.wing("tools")
     @pytest.mark.parametrize(
         ("place", "wrong"),
         [

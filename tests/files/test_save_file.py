@@ -523,6 +523,7 @@ class TestForeignTerms:
             assert_same_terms(mcf.MCFTensor(mcf.expansion.renormalize(parts)), x)
 
 
+@pytest.mark.wing("tools")
 def test_audit_reads_expansions_from_safetensors(tmp_path):
     state = {"x": sample(mcf.bf16x2, 40), "y": sample(mcf.bf16x3, 20)}
     after = {name: x.clone() for name, x in state.items()}

@@ -311,6 +311,7 @@ class TestArithmetic:
         assert found.format is format
         assert_near(found, expected, 2 * loss(format))
 
+    @pytest.mark.wing("wide")
     @pytest.mark.thinned(of=4)
     @over()
     @by(TO_FLOAT64)
@@ -332,6 +333,7 @@ class TestArithmetic:
         else:
             assert torch.equal(do(x, y), do(numbers(x), numbers(y)))
 
+    @pytest.mark.wing("wide")
     @over(only=lambda f: not propagates(f))
     def test_functions(self, format):
         """exp, out of place and in place."""
@@ -691,6 +693,7 @@ class TestWritesIntoPlaces:
             is_noted = is_halved and shares(format)  # what was noted is written with it
             assert before is None or is_noted or x.writes.item() == before
 
+    @pytest.mark.wing("wide")
     @over("without rules")
     @by(ADDITIONS)
     def test_additions_are_ordinary_writes(self, format, do):

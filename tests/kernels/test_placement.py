@@ -382,10 +382,10 @@ WAITS = {
     "dispatch/operands.py uninterrupted": "other_operators-bf16x2",
     "dispatch/comparison.py all_equal": "what_is_read",
     "dispatch/comparison.py by_rank": "what_is_read",
-    "dispatch/scattering.py _combined": "beyond_float64",
-    "arithmetic/products.py __init__": "beyond_float64",
-    "arithmetic/products.py _further": "beyond_float64",
-    "arithmetic/products.py _unmatched": "beyond_float64",
+    "wide/scattering.py _combined": "beyond_float64",
+    "wide/products.py __init__": "beyond_float64",
+    "wide/products.py _further": "beyond_float64",
+    "wide/products.py _unmatched": "beyond_float64",
     "formats/defaults.py format_of_weights": "conversion_on_the_device",
     "formats/block_codes.py require": "modes-compact",
     "formats/expansion_format.py _normalized": "files",
@@ -399,8 +399,8 @@ WITH_FLOAT64 = {
     "scaling/structure_rules.py _to_copy": "scaled-float16",
     "tensor/readable_values.py _on_host": "what_is_read",
     "dispatch/rounded_arguments.py _has_bits": "other_operators-bf16x2",
-    "dispatch/rounded_arguments.py _corrected": "other_operators-fp32x2",
-    "dispatch/rounded_arguments.py _places": "other_operators-fp32x2",
+    "wide/corrections.py _of_elements": "other_operators-fp32x2",
+    "dispatch/rounded_arguments.py places_of_rests": "other_operators-fp32x2",
 }
 WITHOUT_FLOAT64 = {
     "passes/optimizer_steps.py _numbers": "inside_a_graph-fused",
@@ -421,7 +421,7 @@ LATER = {
 }
 LATER_WITHOUT_FLOAT64 = {
     *("passes/optimizer_steps.py _numbers", "passes/optimizer_steps.py _at_hand"),
-    *(f"arithmetic/products.py {name}" for name in ("__init__", "_further", "_unmatched")),
+    *(f"wide/products.py {name}" for name in ("__init__", "_further", "_unmatched")),
     "tensor/tensor_repr.py _in_numpy",
 }
 SLOW = ("operations-fp32x2br", "operations-fp64x2")

@@ -17,10 +17,10 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted(x.parent for x in PACKAGE.glob("*/**/__init__.py"))
 
 BUDGETS = {
-    "arithmetic": 4600,
+    "arithmetic": 2200,
     "bridge": 1300,
     "checkpoint": 2800,
-    "dispatch": 9500,
+    "dispatch": 6550,
     "formats": 1950,
     "kernels": 4400,
     "meters": 1550,
@@ -29,10 +29,11 @@ BUDGETS = {
     "reproducible": 3100,
     "scaling": 3000,
     "serving": 1200,
-    "sums": 450,
+    "sums": 400,
     "tensor": 3300,
     "tools": 1800,
     "training": 3150,
+    "wide": 5700,
 }
 """Lines of a folder. Whoever exceeds one makes another part shorter, or says why in a commit."""
 

@@ -244,6 +244,7 @@ class TestFormats:
         assert torch.equal(exact(x * torch.tensor([0, 1, 2])), exact(x) * torch.tensor([0, 1, 2]))
         assert exact(x * (x != x)).tolist() == [0, 0, 0]
 
+    @pytest.mark.wing("wide")
     @pytest.mark.with_float64("without it, they are refused before")
     def test_what_cannot_carry_the_precision_raises_and_names_the_repair(self):
         x = sample(mcf.fp64x2, 3)

@@ -75,6 +75,7 @@ CONVERSIONS = {
 }
 
 
+@pytest.mark.wing("wide")
 @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.fp32x2], ids=lambda f: f.name)
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_gradients_come_back_from_plain_tensors_with_all_terms(name, format):
@@ -94,6 +95,7 @@ def test_gradients_of_conversions_have_gradients():
         assert grad.requires_grad
 
 
+@pytest.mark.wing("wide")
 @pytest.mark.thinned(of=4)
 @pytest.mark.filterwarnings("ignore:Input #0 requires gradient and is not a double")
 @pytest.mark.parametrize("format", [mcf.fp32x2, mcf.fp64x2], ids=lambda f: f.name)

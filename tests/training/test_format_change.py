@@ -130,6 +130,7 @@ def test_terms_beyond_float64_are_told_from_what_is_kept():
     assert fractions(model[1].bias)[0] != exact[0]
 
 
+@pytest.mark.wing("tools")
 def test_memory_is_that_of_the_summaries():
     model, optimizer = trained(ALONE)
     first = mcf.meters.summary(model, optimizer)
@@ -215,6 +216,7 @@ EXTRAS = {
 }
 
 
+@pytest.mark.wing("reproducible")
 @pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_with_what_else_hangs_on_training(extra):

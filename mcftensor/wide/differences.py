@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch import beyond_float64
 from mcftensor.dispatch.in_float64 import evaluated
 from mcftensor.dispatch.operands import expansions, mapped, stored_in
 from mcftensor.formats import Format
 from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor import MCFTensor
+from mcftensor.wide import beyond_float64
 
 aten = torch.ops.aten
 
@@ -43,6 +43,12 @@ def lengthened(tree: Any, format: Format) -> Any:
         return MCFTensor.of(stored_in(x, format, x.device), format)
 
     return mapped(enter, tree)
+
+
+def in_longer_format(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function with its floating operands as values of a longer format."""
+    format = longer_format((args, kwargs))
+    return func(*lengthened(args, format), **lengthened(kwargs, format))
 
 
 def _difference(x: Tensor, y: Tensor) -> Tensor:

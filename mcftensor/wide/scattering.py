@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.elementary import in_longer
+from mcftensor.wide.elementary import in_longer
 
 aten = torch.ops.aten
 

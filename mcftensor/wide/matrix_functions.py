@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.elementary import in_longer
-from mcftensor.dispatch.linear_algebra import batched, by_power
+from mcftensor.wide.elementary import in_longer
+from mcftensor.wide.linear_algebra import batched, by_power
 
 
 def pinv(

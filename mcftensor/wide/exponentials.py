@@ -13,9 +13,10 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic import exact_constants as exact
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.arithmetic.guarded import (
+from mcftensor.arithmetic.networks import two_sum
+from mcftensor.wide import exact_constants as exact
+from mcftensor.wide.guarded import (
     SPARE,
     Terms,
     add,
@@ -34,7 +35,6 @@ from mcftensor.arithmetic.guarded import (
     two_prod,
     where,
 )
-from mcftensor.arithmetic.networks import two_sum
 
 _LOG2_R = math.log2(math.log(2) / 32) + 0.01
 

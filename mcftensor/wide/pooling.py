@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mcftensor.dispatch.decompositions import gradient_of
-from mcftensor.dispatch.elementary import in_longer
+from mcftensor.wide.decompositions import gradient_of
+from mcftensor.wide.elementary import in_longer
 
 aten = torch.ops.aten
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.arithmetic.exponentials import one
-from mcftensor.arithmetic.guarded import (
+from mcftensor.wide.exponentials import one
+from mcftensor.wide.guarded import (
     Terms,
     exponent_of,
     finish,

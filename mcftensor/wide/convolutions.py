@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mcftensor.dispatch.decompositions import gradients
+from mcftensor.wide.decompositions import gradients
 
 Sizes = Sequence[int]
 

@@ -13,10 +13,10 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic import exact_constants as exact
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.arithmetic.exponentials import bits_of, one
-from mcftensor.arithmetic.guarded import (
+from mcftensor.wide import exact_constants as exact
+from mcftensor.wide.exponentials import bits_of, one
+from mcftensor.wide.guarded import (
     SPARE,
     Terms,
     add,
@@ -38,7 +38,7 @@ from mcftensor.arithmetic.guarded import (
     to_integer,
     where,
 )
-from mcftensor.arithmetic.logarithms import root_of_product
+from mcftensor.wide.logarithms import root_of_product
 
 _LOG2_T2 = 2 * math.log2(1 / 30)
 

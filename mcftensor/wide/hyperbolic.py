@@ -11,11 +11,12 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic import exact_constants as exact
-from mcftensor.arithmetic import exponentials, logarithms
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.arithmetic.exponentials import bits_of, bounded, limit_of, one
-from mcftensor.arithmetic.guarded import (
+from mcftensor.arithmetic.networks import two_sum
+from mcftensor.wide import exact_constants as exact
+from mcftensor.wide import exponentials, logarithms
+from mcftensor.wide.exponentials import bits_of, bounded, limit_of, one
+from mcftensor.wide.guarded import (
     SPARE,
     Terms,
     add,
@@ -35,7 +36,6 @@ from mcftensor.arithmetic.guarded import (
     times,
     where,
 )
-from mcftensor.arithmetic.networks import two_sum
 
 
 def _signed(value: Terms, plain: Tensor, x: Terms) -> Terms:

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mcftensor.arithmetic.products import sliced_product
 from mcftensor.dispatch.operands import value_of
 from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor import MCFTensor
+from mcftensor.wide.products import sliced_product
 
 
 def multiplied(x: MCFTensor, y: MCFTensor) -> MCFTensor:

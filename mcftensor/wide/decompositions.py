@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mcftensor.arithmetic.special_functions import reduced
-from mcftensor.dispatch.elementary import in_longer
+from mcftensor.wide.elementary import in_longer
 
 aten = torch.ops.aten
 

@@ -16,36 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic import exact_constants as exact
 from mcftensor.arithmetic import special_functions
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.dispatch.operands import (
-    after,
     expansions,
     mapped,
-    rounding_key,
     stored_in,
     value_of,
 )
+from mcftensor.dispatch.own_functions import by_formula
 from mcftensor.formats import Format
-from mcftensor.passes import expressions
 from mcftensor.passes.operators import FUNCTIONS, Number, Operator
 from mcftensor.tensor import MCFTensor
-
-
-def by_formula(operation: str, *operands: Any) -> MCFTensor:
-    """Evaluate a formula on expansions of one format and numbers; one operand is an expansion."""
-    first = expansions(operands)[0]
-    format = first._format
-    key = rounding_key(format, operands)
-    components: list[Tensor] = []
-    for x in operands:
-        is_ours = isinstance(x, MCFTensor)
-        components += x._read() if is_ours else stored_in(x, format.nearest, first.device)
-    formats = [format.name] * len(operands)
-    keys = [] if key is None else [key]
-    found = expressions.evaluate(operation, format.name, components, formats, keys)
-    return MCFTensor.of(found, format, own=True, writes=after(format, key))
+from mcftensor.wide import exact_constants as exact
 
 
 def _function(row: Operator) -> Callable[..., MCFTensor]:

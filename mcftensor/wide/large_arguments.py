@@ -15,9 +15,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic import exact_constants as exact
 from mcftensor.arithmetic.base_types import BASES, Base
-from mcftensor.arithmetic.guarded import (
+from mcftensor.wide import exact_constants as exact
+from mcftensor.wide.guarded import (
     Terms,
     constant,
     constants,

@@ -15,11 +15,12 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic import exact_constants as exact
-from mcftensor.arithmetic import exponentials, logarithms, networks
+from mcftensor.arithmetic import networks
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.arithmetic.exponentials import bits_of, one
-from mcftensor.arithmetic.guarded import (
+from mcftensor.wide import exact_constants as exact
+from mcftensor.wide import exponentials, logarithms
+from mcftensor.wide.exponentials import bits_of, one
+from mcftensor.wide.guarded import (
     SPARE,
     Terms,
     add,
@@ -37,7 +38,7 @@ from mcftensor.arithmetic.guarded import (
     times,
     where,
 )
-from mcftensor.arithmetic.trigonometry import half_turns, remainder, turn
+from mcftensor.wide.trigonometry import half_turns, remainder, turn
 
 _LOG2_Z = -3
 """log2 of the distance from a zero within which the Taylor series is used."""

@@ -12,9 +12,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic import exact_constants as exact
-from mcftensor.arithmetic.exponentials import bits_of, one
-from mcftensor.arithmetic.guarded import (
+from mcftensor.wide import exact_constants as exact
+from mcftensor.wide.exponentials import bits_of, one
+from mcftensor.wide.guarded import (
     SPARE,
     Terms,
     constants,
@@ -30,7 +30,7 @@ from mcftensor.arithmetic.guarded import (
     sub,
     where,
 )
-from mcftensor.arithmetic.large_arguments import without_quarters
+from mcftensor.wide.large_arguments import without_quarters
 
 _LOG2_R2 = 2 * math.log2(0.79)
 

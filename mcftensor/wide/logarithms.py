@@ -14,11 +14,11 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic import exact_constants as exact
-from mcftensor.arithmetic import exponentials
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.arithmetic.exponentials import bits_of, bounded, limit_of, one
-from mcftensor.arithmetic.guarded import (
+from mcftensor.wide import exact_constants as exact
+from mcftensor.wide import exponentials
+from mcftensor.wide.exponentials import bits_of, bounded, limit_of, one
+from mcftensor.wide.guarded import (
     SPARE,
     Terms,
     add,

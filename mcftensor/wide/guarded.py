@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mcftensor.arithmetic import eft, networks
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.arithmetic.exact_constants import Constant, floats_of, log2_of
+from mcftensor.wide.exact_constants import Constant, floats_of, log2_of
 
 Terms = tuple[Tensor, ...]
 

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch import (
+from mcftensor.dispatch.operands import expansions, mapped, stored_in, value_of
+from mcftensor.dispatch.write_results import assign, refusal, written_to
+from mcftensor.formats import Format
+from mcftensor.tensor import MCFTensor
+from mcftensor.wide import (
     convolutions,
     decompositions,
     elementary,
@@ -26,12 +30,8 @@ from mcftensor.dispatch import (
     random_numbers,
     scattering,
 )
-from mcftensor.dispatch.elementary import in_longer, like
-from mcftensor.dispatch.matrix_products import added
-from mcftensor.dispatch.operands import expansions, mapped, stored_in, value_of
-from mcftensor.dispatch.write_results import assign, refusal, written_to
-from mcftensor.formats import Format
-from mcftensor.tensor import MCFTensor
+from mcftensor.wide.elementary import in_longer, like
+from mcftensor.wide.matrix_products import added
 
 aten = torch.ops.aten
 
