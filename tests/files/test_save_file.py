@@ -1,5 +1,6 @@
 """safetensors files of expansions: what is in them, and into what they load."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import nn
 
 import mcftensor as mcf
 from mcftensor.checkpoint.safetensors_files import DTYPES, KEY, sealed
-from mcftensor.checkpoint.saving import size_in_bytes
+from mcftensor.checkpoint.saving import divide, size_in_bytes
 from support.helpers import SCALED, STORED, assert_same_terms, sample, small_model
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -357,6 +358,16 @@ class TestShards:
         assert_same_state(model, other)
         state = mcf.load_file(tmp_path / path)
         assert state["head.weight"] is state["embedding.weight"]
+
+    @pytest.mark.parametrize("most", [1, 24, 60, 100, 1000])
+    def test_each_holds_as_many_numbers_as_fit(self, most):
+        terms = {f"x{i}": torch.zeros(size) for i, size in enumerate((3, 5, 1, 30, 2, 2, 8, 9))}
+        shards = divide(terms, most)
+        assert [name for shard in shards for name in shard] == list(terms)
+        sizes = [[terms[name].nbytes for name in shard] for shard in shards]
+        for these, following in itertools.zip_longest(sizes, sizes[1:], fillvalue=[most]):
+            assert sum(these) <= most or len(these) == 1
+            assert sum(these) + following[0] > most
 
     def test_one_that_fits_is_one_file(self, tmp_path):
         mcf.save_file(Tied(), tmp_path, max_shard_size="1MB")

@@ -75,6 +75,19 @@ def test_next_to_one(name, format):
         assert worst(getattr(torch, name), exact.get(name, getattr(mp, name)), format, x) <= 2
 
 
+@by_format
+def test_tails_of_the_normal_distribution(format):
+    """Down to the smallest numbers of the base."""
+    ends = [-37.5, -30.0, -27.4] if format.dtype == torch.float64 else [-12.9, -12.4, -11.0]
+    x = mcf.as_expansion(torch.tensor([*ends, -6.1, 6.1], dtype=format.dtype), format)
+    smallest = torch.finfo(format.dtype).smallest_normal * torch.finfo(format.dtype).eps
+    functions = {torch.special.ndtr: mp.ncdf, F.gelu: lambda v: v * mp.ncdf(v)}
+    for function, exact in functions.items():
+        for at, found in zip(numbers(x), numbers(function(x)), strict=True):
+            slack = 2 * 2.0**-format.precision * abs(exact(at)) + smallest
+            assert abs(found - exact(at)) <= slack, (function.__name__, at)
+
+
 def test_powers_of_numbers_next_to_one():
     """Their logarithm loses bits below the smallest number."""
     for distance in (-2.847e-40, 1e-38, 3e-31, -1e-26, 1e-22, -1e-15, 1e-9):

@@ -107,6 +107,9 @@ def test_sums_of_products_of_slices_are_exact(machine):
         largest = 2 ** (2 * width.bits - 2) * inner
         assert largest * width.together <= 2**precision
         assert 2 * width.bits + 3 <= precision
+        # With one bit more, sums of products would not be exact, unless slices are as wide as any.
+        is_widest = width.bits == width_for(1, machine).bits
+        assert is_widest or 4 * largest > 2**precision
     with pytest.raises(ValueError, match="inner length"):
         width_for(LONGEST[machine] + 1, machine)
 
@@ -216,6 +219,16 @@ def test_special_values(format):
     )
     for tail in made.components[1:]:
         assert tail.eq(0).all()
+
+
+@over_long
+def test_large_numbers_beside_infinite_ones(format):
+    """A row of finite numbers, whose sum is infinite and whose product is not."""
+    largest = torch.finfo(format.dtype).max
+    x = torch.tensor([[largest, largest], [math.inf, 1.0]], dtype=format.dtype)
+    y = torch.full((2, 1), 2.0**-20, dtype=format.dtype)
+    found = mcf.as_expansion(x, format) @ mcf.as_expansion(y, format)
+    assert mcf.as_plain(found).tolist() == [[largest * 2.0**-19], [math.inf]]
 
 
 @over_long

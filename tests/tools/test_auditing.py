@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import gc
 import json
 import math
 import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -324,6 +326,23 @@ class TestFiles:
         )
         audit(tmp_path / "x.index.json", state)
         assert opened == ["0.pt", "1.pt"]
+
+    def test_one_shard_is_held_at_a_time(self, tmp_path, monkeypatch):
+        tensors = {f"x{i}": torch.full((8,), float(i)) for i in range(4)}
+        mcf.save_file(tensors, tmp_path, max_shard_size=40)
+        read, held = open_checkpoint._read_file, []
+
+        def noted(path):
+            file = read(path)
+            held.append(weakref.ref(file))
+            return file
+
+        monkeypatch.setattr(open_checkpoint, "_read_file", noted)
+        terms = open_checkpoint.in_shards(tmp_path / "model.safetensors.index.json")
+        for name in terms:
+            assert torch.equal(terms[name], tensors[name])
+            gc.collect()
+            assert sum(file() is not None for file in held) == 1
 
     @pytest.mark.parametrize("key", open_checkpoint._NESTED)
     def test_nested_state_dicts(self, key, tmp_path):
