@@ -22,6 +22,7 @@ from mcftensor.kernels import without_float64
 from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.reproducible import binned_sums
 from mcftensor.training import shadow
+from support.helpers import assert_same_terms
 from support.kernel_cases import way
 from support.no_float64 import Float64Error, no_float64
 from support.pretended import Misplaced, pretended
@@ -425,8 +426,10 @@ def test_a_dtype_that_is_asked_for(format, dtype):
 MEANS = {"normal_": (0, 1), "uniform_": (0.5, 1 / 12), "exponential_": (1, 1)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("format", [mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "format",
+    [pytest.param(f, marks=[] if f is mcf.fp32x2 else pytest.mark.slow, id=f.name) for f in LONG],
+)
 def test_random_numbers_have_all_their_bits(format):
     count = 4000
     for name, (mean, variance) in MEANS.items():
@@ -464,6 +467,19 @@ def test_random_numbers_have_all_their_bits(format):
     assert set(ones.tolist()) == {1.0, 2.0}
     assert abs(halves - 0.5) < 0.05
     assert abs(sorted(float(v) for v in exactly(x))[count // 2] - 2.718) < 0.2
+
+
+def test_normal_numbers_are_written_by_another_method():
+    with pytest.raises(NotImplementedError, match="x.normal_"):
+        torch.normal(0.0, 1.0, (3,), out=drawn(mcf.fp64x2, count=3))
+
+
+def test_closeness_of_numbers_far_apart():
+    x = mcf.exact.from_exact([2**80, 2**80, 1], mcf.fp32x2)
+    y = mcf.exact.from_exact([2**80 + 1, 2**80 + 2**40, 1], mcf.fp32x2)
+    with no_float64():
+        assert torch.isclose(x, y, rtol=0, atol=2).tolist() == [True, False, True]
+        assert torch.isclose(x, y, rtol=0, atol=0.5).tolist() == [False, False, True]
 
 
 def test_sparse_rows_are_summed_exactly():
@@ -845,6 +861,18 @@ def test_compiled_kernels_have_the_bits_of_eager_ones(format):
             found.append([*(a * b).components, *((a + 0.1) / b).components])
     for x, y in zip(*found, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("format", [mcf.fp32x2, mcf.bf16x3], ids=lambda f: f.name)
+def test_compiled_code_takes_numbers_with_all_their_bits(format):
+    def function(x):
+        return (x * 0.3 + 7) / x - 0.1
+
+    x = drawn(format, count=64)
+    with no_float64():
+        expected = function(x)
+        found = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+    assert_same_terms(found, expected)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")

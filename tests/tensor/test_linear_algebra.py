@@ -255,7 +255,6 @@ FACTORS = {
 }
 
 
-@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("name", FACTORS)
 def test_factors_that_are_unique_up_to_signs_have_those_of_the_machine_type(name, format):
     torch.manual_seed(3)

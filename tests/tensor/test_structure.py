@@ -204,7 +204,8 @@ class TestWrites:
     def test_fill_with_numbers_at_full_precision(self, format, device):
         x = sample(format, 3, device=device)
         tolerance = 0.1 * max(format.u**format.terms, 2.0**-53)
-        assert abs(exact(x.fill_(0.1)) - 0.1).max() <= tolerance
+        assert x.fill_(0.1) is x
+        assert abs(exact(x) - 0.1).max() <= tolerance
         assert exact(x.zero_()).tolist() == [0, 0, 0]
         x.fill_(torch.tensor(2.0, device=device))
         assert exact(x).tolist() == [2, 2, 2]
