@@ -173,7 +173,7 @@ def _decoded(name: str, x: Tensor) -> Sequence[Tensor]:
 
 def _each(function: Callable[[Sequence[float]], Any], terms: Sequence[Tensor], shape: Any) -> Any:
     """Apply a function to the terms of each number, and return nested lists."""
-    columns = [term.detach().reshape(-1).tolist() for term in terms]
+    columns = [term.reshape(-1).tolist() for term in terms]
     exact = np.empty(math.prod(shape), dtype=object)
     for i, numbers in enumerate(zip(*columns, strict=True)):
         exact[i] = function(numbers)

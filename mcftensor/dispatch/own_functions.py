@@ -49,7 +49,7 @@ def _evaluated(name: str, x: Tensor, source: Format) -> MCFTensor:
     if source.arithmetic == "terms":
         if source.dtype not in NARROW:
             return by_formula(name, x)
-        wide = Format(torch.float32, max(2, len(source.components)))
+        wide = Format(torch.float32, len(source.components))
     else:
         wide = Format(widest(x.device), 2)
     return by_formula(name, MCFTensor.of(stored_in(x, wide, x.device), wide))

@@ -12,7 +12,7 @@ from mcftensor.formats.format import Format
 @functools.lru_cache(maxsize=1024)
 def require_one_base(name: str, formats: tuple[Format, ...]) -> None:
     """Raise ValueError for expansions of different bases."""
-    if len(formats) > 1 and len({f.dtype for f in formats if f.arithmetic != "numbers"}) > 1:
+    if len({f.dtype for f in formats if f.arithmetic != "numbers"}) > 1:
         # Not a TypeError: Python's operators would hide its message.
         raise ValueError(
             f"{name}: expansions in {' and '.join(sorted({f.name for f in formats}))}, whose terms "
