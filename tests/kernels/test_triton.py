@@ -55,6 +55,13 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize(("capability", "rounds"), [((7, 5), False), ((8, 0), True)])
+def test_which_gpus_round_to_bfloat16_by_one_instruction(capability, rounds, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert cuda._rounds.__wrapped__(torch.device("cuda")) == rounds
+
+
 @pytest.mark.thinned(of=20)
 @pytest.mark.parametrize(("name", "operation"), CASES)
 def test_every_operation(name, operation):
