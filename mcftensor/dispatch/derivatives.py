@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mcftensor.arithmetic.special_functions import is_largest, reduced
-from mcftensor.dispatch.own_functions import by_formula
 from mcftensor.formats import Format, named
 
 
@@ -34,7 +33,11 @@ DERIVATIVES: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
     "tanh": _slope_of_tanh,
     "expm1": lambda x, y, format: torch.exp(x),
 }
-"""Derivatives as functions of x, f(x), and the format of both; the wing `wide` adds to them."""
+"""Derivatives as functions of x, f(x), and the format of both, which autograd differentiates again;
+there PyTorch's functions are its own, without what is here. The wing `wide` adds to them."""
+
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {}
+"""Functions of these names that are not `torch.NAME`."""
 
 
 class _Differentiated(torch.autograd.Function):
@@ -48,8 +51,8 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, name: str, format: str) -> Tensor:
-        function = getattr(torch, name, None)
-        return by_formula(name, x) if function is None else function(x)
+        function: Callable[[Tensor], Tensor] = VALUES.get(name) or getattr(torch, name)
+        return function(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -94,6 +94,7 @@ _OF_OPERATORS: set[Callable[..., Any]] = {
 _OF_WIDE: set[Callable[..., Any]] = {
     *_OF_OPERATORS,
     *(torch.pow, Tensor.pow, Tensor.__pow__, Tensor.__rpow__),
+    *(F.gelu, torch.logaddexp2, Tensor.logaddexp2),
     *(
         function
         for name in ("exp2", "log2", "log10", "erf", "erfc", "ndtr", "erfinv", "sinc")

@@ -16,13 +16,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mcftensor.arithmetic.special_functions import reduced
-from mcftensor.dispatch.derivatives import DERIVATIVES, differentiated, functions, given_by_name
+from mcftensor.dispatch.derivatives import (
+    DERIVATIVES,
+    VALUES,
+    differentiated,
+    functions,
+    given_by_name,
+)
 from mcftensor.dispatch.operands import is_wrapped, stored_in
-from mcftensor.formats import Format
+from mcftensor.dispatch.own_functions import by_formula
+from mcftensor.formats import Format, named
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import beyond_float64
 from mcftensor.wide import exact_constants as exact
-from mcftensor.wide.elementary import bits_of_constants, constant_in, in_longer
+from mcftensor.wide.elementary import bits_of_constants, constant_in, in_longer, like
 
 
 def _constant(of_bits: Callable[[int], Any], format: Format, device: torch.device) -> MCFTensor:
@@ -31,14 +38,37 @@ def _constant(of_bits: Callable[[int], Any], format: Format, device: torch.devic
 
 
 @in_longer
-def _exp_of_square(x: Tensor, factor: float) -> Tensor:
+def _exp_of_square(factor: float, x: Tensor) -> Tensor:
     return torch.exp(x * x * factor)
 
 
 def _bell(x: Tensor, factor: float, square: Callable[[Any], Any], format: Format) -> Tensor:
     """Return exp(factor x²) times the root of a function of pi."""
     root = _constant(lambda bits: exact.sqrt(square(exact.pi(bits)), bits), format, x.device)
-    return _exp_of_square(x, factor) * root
+    return differentiated(f"exp({factor} x²)", format, x) * root
+
+
+def _slope_of_gelu(approximate: str, x: Tensor) -> Tensor:
+    made: Tensor = torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=approximate)
+    return made
+
+
+def _bend_of_gelu(x: Tensor, y: Tensor, format: Format) -> Tensor:
+    """Return the second derivative of x F(x), with F the normal distribution."""
+    return _bell(x, -0.5, lambda pi: 1 / pi / 2, format) * (2 - x * x)
+
+
+def _bend_of_gelu_tanh(x: Tensor, y: Tensor, format: Format) -> Tensor:
+    """Return the second derivative of x s(z), with s the logistic function, z = r x (1 + c x²)."""
+    root = _constant(lambda bits: exact.sqrt(8 / exact.pi(bits), bits), format, x.device)
+    cubic = like(x, Fraction("0.044715"))
+    z, slope, bend = (
+        root * x * (1 + cubic * x * x),
+        root * (1 + 3 * cubic * x * x),
+        6 * root * cubic,
+    )
+    s, t = torch.sigmoid(z), torch.sigmoid(-z)
+    return s * t * (2 * slope + x * (bend * x + slope * slope * (t - s)))
 
 
 _SERIES = 2.0**-16  # below it, the terms that are left out are smaller than 2^-120
@@ -62,6 +92,16 @@ def _slope_of_sinc(x: Tensor) -> Tensor:
     return torch.where(is_small, series, slope)
 
 
+def _bend_of_sinc(x: Tensor, y: Tensor, format: Format) -> Tensor:
+    """Return the derivative of the slope y of sinc: -pi² sinc(x) - 2 y / x."""
+    square = _constant(exact.pi, format, x.device).square()
+    is_zero = x == 0
+    bend = -square * differentiated("sinc", format, x) - 2 * y / torch.where(
+        is_zero, torch.ones_like(x), x
+    )
+    return torch.where(is_zero, -square / 3, bend)
+
+
 _EXACT: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
     "exp2": lambda x, y, format: y * _constant(exact.log_2, format, x.device),
     "log2": lambda x, y, format: 1 / (x * _constant(exact.log_2, format, x.device)),
@@ -71,7 +111,15 @@ _EXACT: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
     "ndtr": lambda x, y, format: _bell(x, -0.5, lambda pi: 1 / pi / 2, format),
     "erfinv": lambda x, y, format: _bell(y, 1, lambda pi: pi / 4, format),
     "tanhshrink": lambda x, y, format: torch.tanh(x).square(),
-    "sinc": lambda x, y, format: _slope_of_sinc(x),
+    "sinc": lambda x, y, format: differentiated("slope of sinc", format, x),
+    "slope of sinc": _bend_of_sinc,
+    "exp(-1 x²)": lambda x, y, format: -2 * x * y,
+    "exp(-0.5 x²)": lambda x, y, format: -x * y,
+    "exp(1 x²)": lambda x, y, format: 2 * x * y,
+    "gelu": lambda x, y, format: differentiated("slope of gelu", format, x),
+    "slope of gelu": _bend_of_gelu,
+    "gelu tanh": lambda x, y, format: differentiated("slope of gelu tanh", format, x),
+    "slope of gelu tanh": _bend_of_gelu_tanh,
     "deg2rad": lambda x, y, format: (
         torch.ones_like(x) * _constant(lambda bits: exact.pi(bits) / 180, format, x.device)
     ),
@@ -80,6 +128,63 @@ _EXACT: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
     ),
 }
 DERIVATIVES.update(_EXACT)
+VALUES.update(
+    {f"exp({x} x²)": functools.partial(_exp_of_square, x) for x in (-1, -0.5, 1)}
+    | {
+        "ndtr": functools.partial(by_formula, "ndtr"),
+        "slope of sinc": _slope_of_sinc,
+        "gelu": F.gelu,
+        "gelu tanh": functools.partial(F.gelu, approximate="tanh"),
+        "slope of gelu": functools.partial(_slope_of_gelu, "none"),
+        "slope of gelu tanh": functools.partial(_slope_of_gelu, "tanh"),
+        "tanhshrink": functools.partial(by_formula, "tanhshrink"),
+    }
+)
+
+
+class _LogAddExp2(torch.autograd.Function):
+    """log2(2^x + 2^y), whose second derivative PyTorch forms with a float64 log(2)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, format: str) -> Tensor:
+        return torch.logaddexp2(x, y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *operands, ctx.format = inputs
+        ctx.save_for_backward(*operands)
+        ctx.save_for_forward(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        shares = _shares(ctx)
+        return grad * shares[0], grad * shares[1], None
+
+    @staticmethod
+    def jvp(ctx: Any, of_x: Tensor, of_y: Tensor, _: Any) -> Tensor:
+        shares = _shares(ctx)
+        return of_x * shares[0] + of_y * shares[1]
+
+
+def _shares(ctx: Any) -> list[Tensor]:
+    """Return the derivatives of log2(2^x + 2^y)."""
+    x, y = ctx.saved_tensors
+    return [1 / (1 + differentiated("exp2", named(ctx.format), d)) for d in (y - x, x - y)]
+
+
+def _logaddexp2(format: Format, x: Any, y: Any) -> Tensor:
+    device = (x if isinstance(x, Tensor) else y).device
+    x, y = torch.broadcast_tensors(_entered(x, format, device), _entered(y, format, device))
+    made: Tensor = _LogAddExp2.apply(x, y, format.name)
+    return made
+
+
+def _gelu(format: Format, input: Tensor, *, approximate: str = "none") -> Tensor:
+    if approximate not in ("none", "tanh"):
+        return F.gelu(input, approximate=approximate)  # raises
+    return differentiated("gelu tanh" if approximate == "tanh" else "gelu", format, input)
 
 
 def _pow(format: Format, x: Any, exponent: Any) -> Tensor:
@@ -90,19 +195,18 @@ def _pow(format: Format, x: Any, exponent: Any) -> Tensor:
     """
     if not isinstance(exponent, Tensor) and exponent == 0.5:
         return torch.sqrt(x)
+    if not isinstance(exponent, Tensor) and float(exponent).is_integer():
+        return torch.pow(x, exponent)
     device = (x if isinstance(x, Tensor) else exponent).device
-
-    def entered(y: Any) -> Any:
-        if isinstance(y, MCFTensor) or (isinstance(y, Tensor) and _is_followed(y)):
-            return y
-        return MCFTensor.of(stored_in(y, format.nearest, device), format.nearest)
-
-    is_whole = not isinstance(exponent, Tensor) and float(exponent).is_integer()
-    return torch.pow(x if is_whole else entered(x), exponent if is_whole else entered(exponent))
+    return torch.pow(_entered(x, format, device), _entered(exponent, format, device))
 
 
-def _is_followed(x: Tensor) -> bool:
-    return x.requires_grad or is_wrapped(x)
+def _entered(x: Any, format: Format, device: torch.device) -> Tensor:
+    """Return an operand as an expansion, unless a gradient follows it."""
+    is_followed = isinstance(x, Tensor) and (x.requires_grad or is_wrapped(x))
+    if isinstance(x, MCFTensor) or is_followed:
+        return x
+    return MCFTensor.of(stored_in(x, format.nearest, device), format.nearest)
 
 
 def _whole_number(x: Any, format: Format, device: torch.device) -> MCFTensor:
@@ -221,6 +325,8 @@ OWN: dict[Callable[..., Any], Callable[..., Any]] = {
         for name in _EXACT
         for function in functions(name)
     },
+    F.gelu: _gelu,
+    **dict.fromkeys((torch.logaddexp2, Tensor.logaddexp2), _logaddexp2),
     **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _pow),
     Tensor.__rpow__: lambda format, x, base: _pow(format, base, x),
     **_WITHOUT_CONSTANTS,

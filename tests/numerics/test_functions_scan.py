@@ -978,6 +978,47 @@ def test_function(name, format):
         check(name, format)
 
 
+def second(function, columns, place):
+    """Return the second derivative for one argument, or None if it is zero."""
+    columns = [x.clone().requires_grad_(i == place) for i, x in enumerate(columns)]
+    made = function(*columns)
+    for _ in range(2):
+        if made is None or not made.requires_grad:
+            return None
+        (made,) = torch.autograd.grad(
+            made.sum(), columns[place], create_graph=True, allow_unused=True
+        )
+    return made
+
+
+def check_second(name, format):
+    """Compare second derivatives relative to the largest of a function and its derivatives."""
+    function, exact, arguments = ELEMENTWISE[name]
+    columns = ordinary(format)[:arguments]
+    rows = [*zip(*map(numbers, columns), strict=True)]
+    kept = [i for i, row in enumerate(rows) if exact(*row) is not None]
+    columns, rows = [x[kept].detach() for x in columns], [rows[i] for i in kept]
+    for k in range(min(arguments, GRADIENTS.get(name, 2))):
+        plain = second(function, [mcf.as_plain(x, torch.float64) for x in columns], k)
+        found = second(function, columns, k)
+        if found is None:
+            assert plain is None or plain.eq(0).all(), f"derivative {k} has no derivative"
+            continue
+        for row, y in zip(rows, numbers(found.detach()), strict=True):
+            steps = (-STEP, 0, STEP)
+            below, at, above = (exact(*row[:k], row[k] + d, *row[k + 1 :]) for d in steps)
+            slope, bend = (above - below) / (2 * STEP), (above - 2 * at + below) / STEP**2
+            size, where = max(abs(at), abs(slope), abs(bend)), f"second derivative {k} of {row}"
+            require(abs(y - bend), size, 8 * OF_SLOPES, format, where)
+
+
+@pytest.mark.thinned(of=3)
+@pytest.mark.parametrize("name", [x for x in ELEMENTWISE if x not in {*REFUSED, "hardsigmoid"}])
+def test_second_derivatives(name):
+    with mp.workprec(BITS):
+        check_second(name, mcf.fp64x2)
+
+
 # ------------------------------------------------------------------------------- nothing forgotten
 
 SAME = {
