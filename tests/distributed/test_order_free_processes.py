@@ -229,7 +229,6 @@ def test_two_processes_have_the_bits_of_one(kind, name):
     check(kind, name, 3)
 
 
-@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
 @on_ranks(4)
 def test_four_processes_have_the_bits_of_one(kind):

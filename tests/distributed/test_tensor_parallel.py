@@ -1,6 +1,7 @@
 """Expansion parameters divided over two dimensions of a mesh, and within layers."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 import mcftensor as mcf
 from mcftensor.formats import ExpansionFormat
 from mcftensor.tensor.components import format_of
+from mcftensor.tensor.dtensor import place_of
 from support.helpers import IN_MODULES, KEPT, assert_same_terms, exact, over_formats
 from support.ranks import on_ranks
 
@@ -282,3 +284,16 @@ def test_kept_in_smaller_groups_after_forward(format):
         results.append(trained(fully_shard(m), x))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@on_ranks(4)
+def test_shards_of_shards_have_places_of_their_own():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "parts"))
+    model = nn.Sequential(nn.Linear(5, 6, bias=False))
+    parallelize_module(model, mesh["parts"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["shards"])
+    weight, found = model[0].weight, [None] * 4
+    dist.all_gather_object(found, (place_of(weight), weight.to_local().numel()))
+    places, sizes = zip(*sorted(found), strict=True)
+    assert places == tuple(itertools.accumulate(sizes[:-1], initial=0))
+    assert sum(sizes) == 30

@@ -62,6 +62,16 @@ def test_multiples(s, t, alpha):
 
 
 @FEW
+@given(s=EXPONENTS, t=EXPONENTS)
+def test_means_weighted_by_a_tensor(s, t):
+    x, y = normal(50, exponent=s), normal(50, exponent=t, seed=1)
+    w = torch.rand(50, generator=torch.Generator().manual_seed(2))
+    expected = plain(x).lerp(plain(y), w.double())
+    size = plain(x).abs() + plain(y).abs()
+    assert_near(x.lerp(y, w), expected, FLOAT32 * size)
+
+
+@FEW
 @given(s=EXPONENTS, factor=st.sampled_from([0.999, 1.001, 0.3, -1e20, 3e-30, 2.0**60]))
 def test_numbers_go_to_data_and_exponent(s, factor):
     x = normal(50, exponent=s)

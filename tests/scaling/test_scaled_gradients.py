@@ -171,7 +171,6 @@ def check(function, shapes, exponents, s):
         assert error <= 2.0**-8 * y.grad.abs().max()
 
 
-@pytest.mark.thinned(of=8)
 @pytest.mark.parametrize("name", ANY)
 @FEW
 @given(exponents=st.lists(EXPONENTS, min_size=3, max_size=3), s=EXPONENTS)
@@ -182,7 +181,6 @@ def test_gradients_at_any_scale(name, exponents, s):
     check(function, shapes, exponents[: len(shapes)], s)
 
 
-@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("name", NEAR_ONE)
 @FEW
 @given(s=EXPONENTS)
@@ -206,6 +204,17 @@ def test_losses_and_norms_balance_their_gradients():
         "_log_softmax_backward_data",
         "native_layer_norm_backward",
     }
+
+
+def test_events_are_counted_in_their_block_alone():
+    x = normal(4, 6)
+    with mcf.scaling.counting() as outer:
+        with mcf.scaling.counting() as inner:
+            mcf.scaling.rescale(x * 1e-3)
+        assert inner.total() == 1
+        mcf.scaling.rescale(x * 1e-3)
+    mcf.scaling.rescale(x * 1e-3)
+    assert (outer.total(), inner.total()) == (1, 1)
 
 
 NORMS = {

@@ -372,3 +372,25 @@ def test_the_metadata_say_what_is_there():
     assert said["number"] == 0
     assert said["anchor"]
     assert list(said["parameters"]) == [name for name, _ in model.named_parameters()]
+
+
+def test_a_tied_weight_has_all_its_names():
+    """The server's model may name the other one first."""
+
+    def tied(*names):
+        model = nn.Module()
+        for name in names:
+            model.add_module(name, nn.Linear(4, 4, bias=False))
+        model.get_submodule(names[1]).weight = model.get_submodule(names[0]).weight
+        return model
+
+    model = mcf.as_expansion(tied("encoder", "decoder"))
+    server = tied("decoder", "encoder").to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with torch.no_grad():
+        server.encoder.weight.copy_(mcf.as_plain(model.encoder.weight))
+    deltas = mcf.deltas(optimizer, names=model)
+    model.encoder.weight.grad = torch.ones(4, 4, dtype=torch.bfloat16)
+    optimizer.step()
+    mcf.apply_deltas(server, deltas.take())
+    assert torch.equal(server.decoder.weight, mcf.as_plain(model.decoder.weight))

@@ -347,3 +347,16 @@ def test_only_the_balanced_tensors_of_a_list_count():
         new = torch._foreach_mul([made(mcf.bf16x2, 4), made(LONG, 4)], 0.9)
     assert new[0].writes is None
     assert new[1].writes == 2
+
+
+@pytest.mark.parametrize("format", [mcf.mxfp8, mcf.ue5m3], ids=lambda f: f.name)
+def test_a_deferred_factor_is_rounded_as_the_product_is(format):
+    """It is applied when a part is written."""
+    deferred = mcf.as_expansion(torch.zeros(4, 64), format)
+    deferred.copy_(torch.rand(4, 64, generator=torch.Generator().manual_seed(0)) + 0.5)
+    at_once = deferred.clone()
+    deferred.mul_(0.3)
+    deferred[:1].fill_(1.0)
+    at_once.copy_(mcf.as_plain(at_once, torch.float32) * 0.3)
+    for x, y in zip(deferred.components, at_once.components, strict=True):
+        assert torch.equal(x[1:].view(torch.uint8), y[1:].view(torch.uint8))

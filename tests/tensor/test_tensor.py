@@ -369,6 +369,12 @@ def test_a_notebook_shows_a_few_numbers_with_their_terms():
     assert "bf16x2 (bfloat16 + bfloat16), value, shape (2,), 8 B" in page
 
 
+def test_a_notebook_shows_the_terms_of_eight_numbers_at_most():
+    for count, rows in ((8, 9), (9, 0)):
+        page = mcf.as_expansion(torch.ones(count), mcf.bf16x2)._repr_html_()
+        assert page.count("<tr>") == rows
+
+
 @pytest.mark.parametrize("kind", [mcf.bf16x2, mcf.bf16i8, mcf.mxfp8, mcf.e4m3i8], ids=str)
 def test_a_notebook_shows_how_larger_tensors_are_stored(kind):
     page = mcf.as_expansion(torch.ones(64, 64), kind)._repr_html_()
