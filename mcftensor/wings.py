@@ -36,6 +36,17 @@ def wing_or_none(name: str) -> Any:
         return None
 
 
+_FORMATS = {"scaled(": "scaling"}
+"""How names of formats begin that wings register."""
+
+
+def import_format(name: str) -> None:
+    """Import the wing that registers the formats of such a name, if there is one."""
+    for beginning, place in _FORMATS.items():
+        if name.startswith(beginning):
+            wing_or_none(place)
+
+
 def names_of_wings(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a module that has names of wings.
 

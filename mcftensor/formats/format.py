@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from mcftensor import wings
 from mcftensor.arithmetic.machine_numbers import Machine
 from mcftensor.arithmetic.noise import Noise, Rounding
 from mcftensor.arithmetic.number_protocol import Floats, Number, Numbers, Sum
@@ -167,7 +168,7 @@ class Format:
         Raises:
             ValueError: no format has this name.
         """
-        found = _REGISTRY.get(name) if isinstance(name, str) else None
+        found = registered(name) if isinstance(name, str) else None
         if found is None or isinstance(found, PlainFormat):
             raise ValueError(
                 f"Format: {name!r} is not the name of a format; names look like 'bf16x2': bf16, "
@@ -397,8 +398,19 @@ class Format:
 _REGISTRY: dict[str, Format] = {}
 
 
+def registered(name: str) -> Format | None:
+    """Return the format of a name, or the plain format of a dtype's name, or None."""
+    if name not in _REGISTRY:
+        wings.import_format(name)
+    return _REGISTRY.get(name)
+
+
 def named(name: str) -> Format:
-    """Return the format of a name, or the plain format of a dtype's name."""
+    """Return the format of a name, or the plain format of a dtype's name.
+
+    Raises:
+        ValueError: no format has this name.
+    """
     return _REGISTRY.get(name) or Format.from_name(name)
 
 

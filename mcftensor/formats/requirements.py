@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mcftensor.formats.expansion_format import FORMATS, ExpansionFormat
-from mcftensor.formats.format import _REGISTRY, PLAIN, STORAGE, Format, PlainFormat, named
+from mcftensor.formats.format import PLAIN, STORAGE, Format, PlainFormat, named, registered
 
 
 def require_format(format: object, where: str, *, with_rules: bool = False) -> Format:
@@ -14,7 +14,7 @@ def require_format(format: object, where: str, *, with_rules: bool = False) -> F
     Otherwise raise a TypeError that names the caller `where`. Formats with rules are accepted only
     if `with_rules` is set.
     """
-    found = _REGISTRY.get(format) if isinstance(format, str) else format
+    found = registered(format) if isinstance(format, str) else format
     if isinstance(found, Format) and not isinstance(found, PlainFormat):
         if found.rules is None or with_rules:
             return found

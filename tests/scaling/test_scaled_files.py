@@ -1,5 +1,8 @@
 """Scaled tensors in files: every bit comes back, and nobody takes data for numbers."""
 
+import subprocess
+import sys
+
 import pytest
 import safetensors.torch
 import torch
@@ -130,3 +133,24 @@ def test_tensors_of_equal_shape_are_not_tied():
     x, y = normal(3), normal(3, seed=1)
     found = mcf.checkpoint.from_terms(mcf.checkpoint.as_terms({"x": x, "y": y}))
     assert torch.equal(exact(found["y"]), exact(y))
+
+
+def test_a_new_process_knows_the_formats_that_files_name(tmp_path):
+    kinds = [
+        *((x, {}) for x in (torch.float16, torch.bfloat16, torch.float32)),
+        *((x, {}) for x in (torch.float8_e4m3fn, torch.float8_e5m2, mcf.fp16x2, mcf.bf16x2)),
+        *((torch.float16, {"tail": 8}), (torch.float16, {"tail": 8, "rounding": "stochastic"})),
+        *((x, {"rounding": "stochastic"}) for x in (torch.float16, torch.bfloat16)),
+    ]
+    names = [mcf.scaling.scaled(x, **options).name for x, options in kinds]
+    mcf.save_file(build(), tmp_path / "model.safetensors")
+    torch.save(build().state_dict(), tmp_path / "model.pt")
+    lines = [
+        "import sys, torch, mcftensor as mcf",
+        f"x = mcf.load_file({str(tmp_path / 'model.safetensors')!r})['0.weight']",
+        "assert isinstance(x, mcf.scaling.ScaledTensor)",
+        f"for name in {names}: mcf.Format.from_name(name)",
+    ]
+    only = f"import torch, mcftensor; torch.load({str(tmp_path / 'model.pt')!r})"
+    for program in ("\n".join(lines), only):
+        subprocess.run([sys.executable, "-c", program], check=True)
