@@ -39,12 +39,25 @@ def wing_or_none(name: str) -> Any:
 _FORMATS = {"scaled(": "scaling"}
 """How names of formats begin that wings register."""
 
+OPERATORS = {
+    **dict.fromkeys(("exact_reduction", "exact_running_sum"), "reproducible"),
+    **dict.fromkeys(("logit_counts", "logit_map", "logit_sum"), "reproducible"),
+    "sliced_product": "wide",
+}
+"""Operators of PyTorch that wings register."""
+
 
 def import_format(name: str) -> None:
     """Import the wing that registers the formats of such a name, if there is one."""
     for beginning, place in _FORMATS.items():
         if name.startswith(beginning):
             wing_or_none(place)
+
+
+def import_operator(name: str) -> None:
+    """Import the wing that registers an operator of this name, if there is one."""
+    if name in OPERATORS:
+        wing_or_none(OPERATORS[name])
 
 
 def names_of_wings(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:

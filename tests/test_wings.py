@@ -1,13 +1,18 @@
 """The core imports no wing, and works without any of them."""
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import mcftensor as mcf
+from mcftensor import wings
+from mcftensor.kernels import custom_ops
 from mcftensor.wings import WINGS
 
 ROOT = Path(__file__).parents[1]
@@ -110,3 +115,26 @@ def test_the_core_works_without_all_of_them():
 @pytest.mark.parametrize("name", WINGS)
 def test_the_core_works_without_each(name):
     works([x for x in [*SAMPLE, *MORE] if x not in OF_WINGS.get(name, ())], name)
+
+
+def test_their_operators_are_found_by_name():
+    for wing in WINGS:
+        importlib.import_module(f"mcftensor.{wing}")
+    found = {
+        name: function.__module__.split(".")[1] for name, function in custom_ops.DEFINITIONS.items()
+    }
+    assert {name: part for name, part in found.items() if part in WINGS} == wings.OPERATORS
+
+
+def test_a_saved_program_is_loaded_in_a_new_process(tmp_path):
+    class Sums(torch.nn.Module):
+        def forward(self, x):
+            return mcf.exact.sum(x, 0), mcf.functional.logsumexp(x, -1)
+
+    x = torch.arange(6.0).view(2, 3)
+    torch.export.save(torch.export.export(Sums(), (x,)), tmp_path / "sums.pt2")
+    program = f"""
+import torch, mcftensor
+sums = torch.export.load({str(tmp_path / "sums.pt2")!r}).module()
+print([x.tolist() for x in sums(torch.arange(6.0).view(2, 3))])"""
+    assert run(program) == str([y.tolist() for y in Sums()(x)])

@@ -16,10 +16,26 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from mcftensor import wings
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 LIBRARY = torch.library.Library("mcftensor", "DEF")
+
+
+class _Operators(torch._ops._OpNamespace):
+    """The library's operators. Saved programs name those of wings before anything else does."""
+
+    __module__ = torch._ops._OpNamespace.__module__  # PyTorch makes names of operators of it
+
+    def __getattr__(self, name: str) -> Any:
+        wings.import_operator(name)
+        return super().__getattr__(name)
+
+
+_operators: Any = torch.ops.mcftensor
+_operators.__class__ = _Operators
 
 DEFINITIONS: dict[str, Callable[..., Any]] = {}
 """The plain Python function of each operator."""

@@ -1,7 +1,8 @@
 """Finds where a source writes to modules and classes of torch, or to names of its objects.
 
 Names that are imported from torch, and attributes and items of them, belong to torch; what is made
-by calling them does not, except for `getattr`, `vars`, `type` and `import_module`.
+by calling them does not, except for `getattr`, `vars`, `type` and `import_module`. The operators
+that the library registers are its own.
 """
 
 import ast
@@ -26,6 +27,8 @@ def writes(source: str, names: Iterable[str] = ()) -> list[int]:
                 return name in torchs
             case ast.Constant(str(text)):
                 return text.partition(".")[0] == "torch"
+            case ast.Attribute() if ast.unparse(node) == "torch.ops.mcftensor":
+                return False
             case ast.Attribute(value) | ast.Subscript(value):
                 return is_torchs(value) or getattr(node, "attr", None) in names
             case ast.Call(ast.Name("type"), [_]):
