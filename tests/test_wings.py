@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor import wings
+from mcftensor import wide, wings
+from mcftensor.dispatch import torch_functions
 from mcftensor.kernels import custom_ops
 from mcftensor.wings import WINGS
 
@@ -138,3 +139,7 @@ import torch, mcftensor
 sums = torch.export.load({str(tmp_path / "sums.pt2")!r}).module()
 print([x.tolist() for x in sums(torch.arange(6.0).view(2, 3))])"""
     assert run(program) == str([y.tolist() for y in Sums()(x)])
+
+
+def test_functions_that_a_wing_replaces_are_those_that_the_core_gives_it():
+    assert set(wide.OWN) == torch_functions._OF_WIDE

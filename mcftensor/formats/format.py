@@ -173,7 +173,7 @@ class Format:
             raise ValueError(
                 f"Format: {name!r} is not the name of a format; names look like 'bf16x2': bf16, "
                 "fp16, fp32 or fp64, an x, and 2 to 6 terms; or are one of "
-                f"{', '.join(STORAGE)}. Call register() on formats of "
+                f"{', '.join(names_of_storage())}. Call register() on formats of "
                 "other modules first"
             )
         return found
@@ -470,8 +470,11 @@ PLAIN = {
 for _plain in PLAIN.values():
     _plain.register()
 
-STORAGE = ("bf16i16", "bf16i8", "fp16i16", "fp16i8", "e4m3i16", "e4m3i8", "mxfp8", "ue5m3")
-"""Names of the storage formats, which other modules define."""
+
+def names_of_storage() -> list[str]:
+    """Return the public names of the storage formats of the library, which other modules define."""
+    found = [x for x in _REGISTRY.values() if x.arithmetic == "numbers"]
+    return [x.name for x in found if repr(x) == f"mcf.{x.name}"]
 
 
 def bytes_of(components: Sequence[Component], shape: torch.Size) -> int:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 
 from mcftensor.formats.expansion_format import FORMATS, ExpansionFormat
-from mcftensor.formats.format import PLAIN, STORAGE, Format, PlainFormat, named, registered
+from mcftensor.formats.format import (
+    PLAIN,
+    Format,
+    PlainFormat,
+    named,
+    names_of_storage,
+    registered,
+)
 
 
 def require_format(format: object, where: str, *, with_rules: bool = False) -> Format:
@@ -22,7 +29,7 @@ def require_format(format: object, where: str, *, with_rules: bool = False) -> F
             f"{where}: {found.name} has one scale for each tensor, and is not accepted here; "
             "mcf.as_expansion(x, format) and mcf.scaling.scalify(model, format) take it"
         )
-    known = ", ".join(f"mcf.{name}" for name in [*(f.name for f in FORMATS), *STORAGE])
+    known = ", ".join(f"mcf.{name}" for name in [*(f.name for f in FORMATS), *names_of_storage()])
     plain = isinstance(format, torch.dtype) or isinstance(found, PlainFormat)
     raise TypeError(
         f"{where}: {format!r} is {'a plain dtype' if plain else 'not a format'}; give one of "

@@ -85,7 +85,7 @@ def test_products(format):
 def test_products_in_parts(format, monkeypatch):
     x, y = sample(format, 4, 9), sample(format, 9, 2)
     whole = x @ y
-    monkeypatch.setattr("mcftensor.arithmetic.products._BLOCK", 16)
+    monkeypatch.setattr("mcftensor.wide.products._BLOCK", 16)
     assert (x @ y).equal(whole)
     assert (x[:, :0] @ y[:0]).eq(0).all()
 
