@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import mcftensor as mcf
 from mcftensor.reproducible import order_free_sums
 from mcftensor.reproducible.binned_sums import layout_of
-from mcftensor.reproducible.order_free_leaves import Leaves
+from mcftensor.reproducible.order_free_leaves import Leaves, most_kept
 
 LEAVES = [1.0, 256.0, -256.0, 2.0**-20, -(2.0**30), 3.0, 2.0**30, -0.0]
 
@@ -446,3 +446,7 @@ def test_gradients_at_the_end_of_backward_are_not_released(count):
     released = mcf.step_in_backward(model, optimizer)
     with released, pytest.raises(RuntimeError, match=r"remove\(\) the handle of step_in_backward"):
         leaf(model, 1.0)
+
+
+def test_as_many_leaves_are_kept_as_take_the_memory_of_an_accumulator():
+    assert (most_kept(torch.bfloat16), most_kept(torch.float32)) == (4, 2)

@@ -93,6 +93,14 @@ class Lossy(type(halves)):
         return torch.where(upper == 1, 0.5, upper), lower
 
 
+class Bounded(type(halves)):
+    name = "bounded"
+
+    def encode(self, number, noise):
+        upper, lower = super().encode(number, noise)
+        return torch.where(upper.isinf(), 1.0, upper), lower
+
+
 class Finite(type(halves)):
     name = "finite"
 
@@ -125,6 +133,8 @@ def test_what_does_not_store_is_not_registered():
         Narrow().register()
     with pytest.raises(ValueError, match=r"Lossy 'lossy' stores .*reads .0.0, 0.5"):
         Lossy().register()
-    for name in ("codes_alone", "narrow", "lossy"):
+    with pytest.raises(ValueError, match=r"Bounded 'bounded' stores .* reads .*1\.0, nan"):
+        Bounded().register()
+    for name in ("codes_alone", "narrow", "lossy", "bounded"):
         with pytest.raises(ValueError, match="not the name of a format"):
             mcf.Format.from_name(name)
