@@ -59,7 +59,7 @@ TESTS = {
     "reproducible/*": "reproducible distributed",
     "serving/*": "serving distributed",
     "tools/*": "tools",
-    "wide/*": "numerics test_seams.py tensor test_fingerprint.py",
+    "wide/*": "wide test_seams.py numerics tensor test_fingerprint.py",
     "convert.py": "tensor files/test_save_file.py",
     "exact.py": "numerics/test_exact.py",
 }

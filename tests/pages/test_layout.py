@@ -20,9 +20,9 @@ BUDGETS = {
     "arithmetic": 2200,
     "bridge": 1300,
     "checkpoint": 2800,
-    "dispatch": 6550,
+    "dispatch": 6600,
     "formats": 1950,
-    "kernels": 4400,
+    "kernels": 4150,
     "meters": 1550,
     "passes": 2350,
     "patches": 2300,
@@ -33,17 +33,17 @@ BUDGETS = {
     "tensor": 3300,
     "tools": 1800,
     "training": 3150,
-    "wide": 5700,
+    "wide": 5800,
 }
 """Lines of a folder. Whoever exceeds one makes another part shorter, or says why in a commit."""
 
 AXES = {
     "has_float64": 34,
-    "is_bare|is_compiling|is_transformed": 27,
+    "is_bare|is_compiling|is_transformed": 26,
     r"_role\b|common_role": 21,
     r"\.shared\b|is_shared": 32,
-    "is_scaled|ScaledFormat|format.rules": 24,
-    "TapedTensor": 7,
+    "is_scaled|ScaledFormat|format.rules": 22,
+    "TapedTensor": 5,
 }
 """Questions about one axis, and how many files ask them. Each belongs to one stage, so a number may
 only become smaller."""
