@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.nn import functional as F
 
 import mcftensor as mcf
 from mcftensor.kernels.execute import BUILD_AFTER, OF_A_CALL
@@ -26,8 +27,8 @@ from mcftensor.kernels.execute import BUILD_AFTER, OF_A_CALL
 PACKAGE = Path(str(mcf.__file__)).parent
 # Folders in the order in which they are imported; modules at the top of the package are last.
 LAYERS = (
-    *("kernels", "arithmetic", "formats", "passes", "tensor", "dispatch", "patches", "scaling"),
-    *("checkpoint", "training", "meters", "."),
+    *("kernels", "arithmetic", "formats", "passes", "tensor", "dispatch", "patches", "sums"),
+    *("checkpoint", "training", "meters", "wide", "scaling", "."),
 )
 
 
@@ -80,10 +81,17 @@ def walks() -> dict[str, Callable[[], Any]]:
     """The operations."""
     torch.manual_seed(0)
     x, y = (mcf.as_expansion(torch.randn(8, 64), mcf.bf16x2) for _ in range(2))
+    single = mcf.as_expansion(torch.randn(8, dtype=torch.float64), mcf.fp32x2)
+    double = mcf.as_expansion(torch.randn(4, 4, dtype=torch.float64), mcf.fp64x2)
+    scaled = mcf.as_expansion(torch.randn(8), mcf.scaling.scaled(torch.float16))
     found: dict[str, Callable[[], Any]] = {
         "x * y": lambda: x * y,
         "x.mul_(0.9)": lambda: x.mul_(0.9),
         "_foreach_mul_, 2 rows": lambda: torch._foreach_mul_([x, y], 0.9),
+        "sin, fp32x2": single.sin,
+        "layer_norm, fp64x2": lambda: F.layer_norm(double, (4,)),
+        "solve, fp64x2": lambda: torch.linalg.solve(double, double),
+        "x * x, scaled": lambda: scaled * scaled,
         "as_expansion(module)": lambda: mcf.as_expansion(nn.Linear(64, 64)),
     }
     paths: dict[str, dict[str, bool]] = {

@@ -16,11 +16,8 @@ def folder() -> Path:
 
 
 def source() -> str:
-    """Return a digest of the library's source, and of the vectors that PyTorch is restricted to.
-
-    Code for narrower vectors, found as that for wider ones, ends the process.
-    """
-    digest = hashlib.sha256(os.environ.get("ATEN_CPU_CAPABILITY", "").encode())
+    """Return a digest of the library's source."""
+    digest = hashlib.sha256()
     package = Path(importlib.util.find_spec("mcftensor").origin).parent
     for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -30,9 +27,13 @@ def source() -> str:
 def of_torch() -> Path:
     """Return the folder for code that PyTorch compiles, a new one each week.
 
+    There is one for each restriction of vectors: code for narrower ones, found as that for wider
+    ones, ends the process.
+
     Others are removed a day after their last run began.
     """
-    own = folder() / f"torch-{int(time.time()) // (7 * 24 * 60 * 60)}"
+    restricted = os.environ.get("ATEN_CPU_CAPABILITY", "")
+    own = folder() / f"torch-{int(time.time()) // (7 * 24 * 60 * 60)}{restricted}"
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
     own.touch()
     for path in folder().glob("torch-*"):
