@@ -253,6 +253,18 @@ def test_rms_norms(s, t):
 
 
 @FEW
+@given(s=EXPONENTS, t=EXPONENTS)
+def test_gradients_of_rms_norms_that_a_gpu_fuses(s, t):
+    x, w, g = normal(5, 16, exponent=s), normal(16, exponent=t, seed=1), normal(5, 16, seed=2)
+    inverse = plain(x).square().mean(-1, keepdim=True).rsqrt().float()
+    made = torch.ops.aten._fused_rms_norm_backward(g, x, [16], inverse, w, [True, True])
+    a, b = plain(x).requires_grad_(), plain(w).requires_grad_()
+    expected = torch.autograd.grad(F.rms_norm(a, (16,), b, 0.0), (a, b), plain(g))
+    for found, right in zip(made, expected, strict=True):
+        assert_near(found, right, FLOAT32 * 10 * right.abs().max())
+
+
+@FEW
 @given(s=st.integers(-60, 60), t=EXPONENTS)
 def test_batch_norms(s, t):
     x, w = normal(8, 3, 5, 5, exponent=s), normal(3, exponent=t, seed=1)

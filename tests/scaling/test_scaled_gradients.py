@@ -41,6 +41,7 @@ ANY = {
     "adaptive": (lambda x: F.adaptive_avg_pool2d(x, 2), [(2, 3, 6, 6)]),
     "square": (lambda x: x**2, [(4, 6)]),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (16,), w, b, 0.0), [(5, 16), (16,), (16,)]),
+    "groups": (lambda x, w, b: F.group_norm(x, 2, w, b, 0.0), [(3, 4, 5, 5), (4,), (4,)]),
     "mse": (F.mse_loss, [(4, 6), (4, 6)]),
 }
 CHANCES = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
