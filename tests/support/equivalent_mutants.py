@@ -154,4 +154,20 @@ EQUIVALENT = [
         "1 << 13",
         "The size of parts decides memory alone.",
     ),
+    Equivalent(
+        "dispatch/structure.py",
+        "fill_",
+        "return",
+        "return target",
+        "return None",
+        "Of an operator in place PyTorch returns the target itself.",
+    ),
+    Equivalent(
+        "training/step_warnings.py",
+        "_is_gone",
+        "statement",
+        "vars(p)['_holder'] = (weakref.ref(part), name, id(p))",
+        "pass",
+        "The next step searches again, and finds the same.",
+    ),
 ]
