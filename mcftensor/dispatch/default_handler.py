@@ -6,7 +6,6 @@ evaluation and one rounding therefore give the format's precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 from torch.utils._pytree import tree_map
 
 from mcftensor.dispatch import storage_formats
-from mcftensor.dispatch.in_float64 import WIDE, evaluated
+from mcftensor.dispatch.in_float64 import evaluated
 from mcftensor.dispatch.operands import (
     common_format,
     expansions,
@@ -30,7 +29,7 @@ from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.rounded_arguments import WidenedArguments, is_recorded
 from mcftensor.dispatch.write_results import assign, refusal, written_to
 from mcftensor.formats import Format
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import has_float64, widest
 from mcftensor.tensor import MCFTensor
 from mcftensor.wings import wing
 
@@ -75,7 +74,7 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
         return wing("wide").by_algorithm(func, format, *args, **kwargs)
     if not has_float64(found[0].device):
         return wing("wide").in_float32_terms(func, format, found, args, kwargs)
-    return _in_float64(func, format, found, args, kwargs)
+    return in_machine_type(func, format, found, args, kwargs)
 
 
 def _plainly(
@@ -125,64 +124,40 @@ def unlike_dtypes(problem: str, operands: Any) -> RuntimeError | None:
     return None
 
 
-def _in_float64(
+def in_machine_type(
     func: Any,
     format: Format,
     found: list[MCFTensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run an operation on float64 copies; its floating results become values.
+    """Run an operation on copies in the widest machine type; its floating results become values.
 
-    Tensors that it writes to, expansions or plain, get their results by one rounding.
+    Tensors that it writes to, expansions or plain, get their results by one rounding. A result that
+    is the copy of a target becomes the target. An operation writes to integers directly.
 
     Raises:
         NotImplementedError: a result is complex or sparse, or has another shape than its target.
     """
-    numbers = WidenedArguments(func, args, kwargs, is_recorded(found))
+    wide = widest(found[0].device)
+    numbers = WidenedArguments(func, args, kwargs, is_recorded(found), wide)
     asked: list[torch.dtype] = []
 
     def widen(x: Any) -> Any:
         if isinstance(x, torch.dtype) and x.is_floating_point:
             asked.append(x)
-            return WIDE
+            return wide
         if not isinstance(x, Tensor) or not (isinstance(x, MCFTensor) or x.is_floating_point()):
             return x
         if x.layout != torch.strided:
             raise refusal(func, found, f"it meets a tensor of {x.layout}")
         return numbers.enter(x)
 
-    targets = written_to(func, args, kwargs)
-    result = evaluated(func, mapped(widen, args), mapped(widen, kwargs))
+    targets, copies = written_to(func, args, kwargs), numbers.of
+    result = evaluated(func, mapped(widen, args), mapped(widen, kwargs), wide)
     corrected = numbers.corrected(result)
-    if any(id(x) in numbers.of for x in targets) and corrected is not result:
-        corrected = tree_map(lambda x, y: x.copy_(plainly(y, WIDE)), result, corrected)
-    result = corrected
-
-    def narrow(x: Tensor) -> Tensor:
-        if asked and asked[-1] != format.dtype:
-            return plainly(x, asked[-1])
-        return value_of(x, format, found)
-
-    return written_and_narrowed(func, found, targets, numbers.of, result, narrow)
-
-
-def written_and_narrowed(
-    func: Any,
-    found: list[MCFTensor],
-    targets: Sequence[Tensor],
-    copies: Mapping[int, Tensor],
-    result: Any,
-    narrow: Callable[[Tensor], Tensor],
-) -> Any:
-    """Assign the copies of targets to them, and return the result with `narrow` of its new floats.
-
-    `copies` has the copies of operands, by the ids of the operands. An operation writes to integers
-    directly. A result that is the copy of a target becomes the target.
-
-    Raises:
-        NotImplementedError: a result is complex or sparse, or has another shape than its target.
-    """
+    if any(id(x) in copies for x in targets) and corrected is not result:
+        corrected = tree_map(lambda x, y: x.copy_(plainly(y, wide)), result, corrected)
     written = list({id(x): x for x in targets if id(x) in copies}.values())
     assign(func, written, [copies[id(x)] for x in written], found)
     originals = {id(copies[id(x)]): x for x in written}
@@ -196,9 +171,12 @@ def written_and_narrowed(
             raise refusal(func, found, "its result is complex")
         if x.layout != torch.strided:
             raise refusal(func, found, f"its result is {x.layout}")
-        return narrow(x) if x.is_floating_point() else x
+        if not x.is_floating_point():
+            return x
+        return plainly(x, asked[-1]) if other_asked else value_of(x, format, found)
 
-    return tree_map(of_target_or_narrow, result)
+    other_asked = bool(asked) and asked[-1] != format.dtype
+    return tree_map(of_target_or_narrow, corrected)
 
 
 @implements(

@@ -38,10 +38,12 @@ _SHARPER: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def evaluated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on float64 tensors, with errors that 48 bits allow."""
+def evaluated(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype = WIDE
+) -> Any:
+    """Run an operation on tensors of a dtype; in float64, with errors that 48 bits allow."""
     sharper = _SHARPER.get(func.overloadpacket)
-    if sharper is None:
+    if sharper is None or dtype != WIDE:
         return func(*args, **kwargs)
     targets = written_to(func, tuple(args), kwargs)
     options = {name: x for name, x in kwargs.items() if not any(x is y for y in targets)}

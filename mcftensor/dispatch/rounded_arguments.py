@@ -39,26 +39,32 @@ class WidenedArguments:
     """
 
     def __init__(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], is_recorded: bool
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        is_recorded: bool,
+        dtype: torch.dtype = WIDE,
     ) -> None:
         func, args, kwargs = without_results(func, args, kwargs)
         self.call = func, args, {name: x for name, x in kwargs.items() if name != "dtype"}
         long = [x for x in expansions((args, kwargs)) if is_long(x)]
         self._is_corrected = bool(long) and not long[0].is_meta and _are_corrected(func)
         self._has_rests = self._is_corrected and not is_recorded
+        self._dtype = dtype
         self.of: dict[int, Tensor] = {}
         self.rests: dict[int, Tensor] = {}
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return an argument in float64, a copy of it."""
+        """Return an argument in float64, or another dtype, a copy of it."""
         if id(x) not in self.of:
             if not isinstance(x, MCFTensor):
-                self.of[id(x)] = x.to(WIDE, copy=True)
+                self.of[id(x)] = x.to(self._dtype, copy=True)
             elif self._has_rests and is_long(x):
                 pair = collapse_with_rest(list(x._read()), x._format.name)
                 self.of[id(x)], self.rests[id(x)] = pair
             else:
-                self.of[id(x)] = x._collapsed(WIDE)
+                self.of[id(x)] = x._collapsed(self._dtype)
         return self.of[id(x)]
 
     def corrected(self, result: Any) -> Any:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from mcftensor.dispatch.default_handler import PRECISION_OF_FLOAT32, written_and_narrowed
-from mcftensor.dispatch.operands import mapped, value_of
-from mcftensor.dispatch.write_results import refusal, written_to
+from mcftensor.dispatch.default_handler import PRECISION_OF_FLOAT32, in_machine_type
+from mcftensor.dispatch.operands import value_of
+from mcftensor.dispatch.write_results import written_to
 from mcftensor.formats import Format
 from mcftensor.kernels.without_float64 import without
 from mcftensor.tensor import MCFTensor
@@ -38,7 +37,7 @@ def in_float32_terms(
         result = by_algorithm(func, Format(torch.float32, terms), *args, **options)
     except NotImplementedError as error:
         if format.precision <= PRECISION_OF_FLOAT32:
-            return _in_float32(func, format, found, args, kwargs)
+            return in_machine_type(func, format, found, args, kwargs)
         shapes = ", ".join(f"{x._format.name} {tuple(x.shape)}" for x in found)
         raise without(f"{func} on expansions ({shapes})") from error
     if any(result is x for x in written_to(func, args, kwargs)):
@@ -52,35 +51,3 @@ def in_float32_terms(
         return x if x._format is format else value_of(x, format, found)
 
     return tree_map(narrow, result)
-
-
-def _in_float32(
-    func: Any,
-    format: Format,
-    found: list[MCFTensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run an operation on float32 copies; its float32 results become values."""
-    copies: dict[int, Tensor] = {}
-
-    def widen(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            return x
-        if x.layout != torch.strided:
-            raise refusal(func, found, f"it meets a tensor of {x.layout}")
-        if id(x) not in copies:
-            copies[id(x)] = (
-                x._collapsed(torch.float32)
-                if isinstance(x, MCFTensor)
-                else x.to(torch.float32, copy=True)
-            )
-        return copies[id(x)]
-
-    targets = written_to(func, args, kwargs)
-    result = func(*mapped(widen, args), **mapped(widen, kwargs))
-
-    def narrow(x: Tensor) -> Tensor:
-        return value_of(x, format, found) if x.dtype == torch.float32 else x
-
-    return written_and_narrowed(func, found, targets, copies, result, narrow)
