@@ -15,8 +15,6 @@ from mcftensor.kernels.program import Program
 
 # Name of a set of instructions: what the compiler calls it, and bytes of its vectors.
 SETS = {"AVX-512": ("x86-64-v4", 64), "AVX2": ("x86-64-v3", 32)}
-_NOT_FOR_THIS = ("-march=native", "-shared")
-
 # What an instruction does, by the first pattern that its name matches.
 _KINDS = {
     "divide": r"v?div",
@@ -71,7 +69,7 @@ def loop_of(program: Program, name: str, scratch: Path) -> Loop:
     march, width = SETS[name]
     source = cpp.source(program, width)
     (scratch / "kernel.cpp").write_text(source)
-    flags = [flag for flag in cpu.FLAGS if flag not in _NOT_FOR_THIS]
+    flags = [flag for flag in cpu.FLAGS if flag != "-shared"]
     whole = [*command, *flags, f"-march={march}", "-S", "kernel.cpp", "-o", "kernel.s"]
     subprocess.run(whole, cwd=scratch, check=True, capture_output=True)
     lines = _largest_loop((scratch / "kernel.s").read_text().splitlines())

@@ -20,7 +20,6 @@ from mcftensor.kernels import first_use, kernel_cache
 FLAGS = (
     "-std=c++17",
     "-O3",
-    "-march=native",
     "-fno-fast-math",  # this and the next undo what CXX may ask for
     "-fno-unsafe-math-optimizations",
     "-fno-associative-math",
@@ -52,13 +51,14 @@ def load(source: str, *, build: bool, is_right: Callable[[Launch], bool]) -> Lau
     if command is None:
         return None
     status = Path(command[0]).resolve().stat()
+    flags = (*FLAGS, "-march=x86-64-v3" if _is_restricted() else "-march=native")
     key = kernel_cache.key_of(
-        source, *FLAGS, *command, status.st_size, status.st_mtime_ns, _processor()
+        source, *flags, *command, status.st_size, status.st_mtime_ns, _processor()
     )
 
     def make(scratch: Path) -> Path:
         (scratch / "kernel.cpp").write_text(source)
-        whole = [*command, *FLAGS, "kernel.cpp", "-o", "kernel.so"]
+        whole = [*command, *flags, "kernel.cpp", "-o", "kernel.so"]
         subprocess.run(whole, cwd=scratch, check=True, capture_output=True, text=True)
         if not is_right(_opened(scratch / "kernel.so")):
             raise ArithmeticError(f"code of {shlex.join(command)} has other bits than PyTorch")
@@ -121,8 +121,15 @@ def _processor() -> str:
     return next((x for x in lines if x.startswith(("flags", "Features"))), os.uname().machine)
 
 
+def _is_restricted() -> bool:
+    """Whether `ATEN_CPU_CAPABILITY=avx2` restricts PyTorch, and the library too, to AVX2."""
+    return os.environ.get("ATEN_CPU_CAPABILITY") == "avx2" and "avx2" in _processor().split()
+
+
 @functools.cache
 def vector_bytes() -> int:
-    """Return the size of the processor's vectors in bytes."""
+    """Return the size of the vectors to use, in bytes."""
     flags = _processor().split()
-    return 64 if "avx512bw" in flags else 32 if "avx2" in flags else 16
+    if "avx512bw" in flags and not _is_restricted():
+        return 64
+    return 32 if "avx2" in flags else 16

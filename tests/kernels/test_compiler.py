@@ -82,6 +82,26 @@ def test_a_compiler_that_makes_nonsense(monkeypatch, tmp_path):
         assert_same_bits(compute("cpp", "add", monkeypatch), expected)
 
 
+@pytest.mark.skipif("avx2" not in cpu._processor().split(), reason="needs a processor with AVX2")
+def test_vectors_are_as_narrow_as_pytorch_is_told_to_take_them():
+    """In a process of its own, since PyTorch reads the variable once."""
+    lines = [
+        "import torch, mcftensor as mcf",
+        "from mcftensor.kernels import cpu",
+        "x = mcf.as_expansion(torch.ones(1 << 20), mcf.bf16x2)",
+        "assert (x * x).eq(1).all()",
+        "print(torch.backends.cpu.get_cpu_capability(), cpu.vector_bytes())",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        check=True,
+        capture_output=True,
+        env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2"},
+        text=True,
+    )
+    assert done.stdout.split() == ["AVX2", "32"]
+
+
 def test_a_compiler_that_makes_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", script(tmp_path / "cxx", "exit 0"))
     assert_one_warning_and_right_results(monkeypatch, "cannot open shared object file")
