@@ -19,9 +19,9 @@ from mcftensor.formats.defaults import format_of_weights
 from mcftensor.patches.optimizers import named_parameters_of, parameters_of
 from mcftensor.tensor import text_tables
 from mcftensor.tensor.components import format_of, local
+from mcftensor.tools.state_layouts import States, TensorLayout, layouts, predicted
 from mcftensor.training.collage import Mode, collage, mode_of
 from mcftensor.training.shadow import CannotShadow
-from mcftensor.training.state_layouts import States, TensorLayout, layouts, predicted
 from mcftensor.training.step_in_backward import are_released
 
 Kind = Literal["parameters", "gradients", "states", "buffers"]

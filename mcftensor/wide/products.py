@@ -57,9 +57,9 @@ from torch import Tensor
 
 from mcftensor.arithmetic import networks
 from mcftensor.arithmetic.rounding import quiet
-from mcftensor.arithmetic.slices import by_powers, cut, exponents, width_for
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.wide.exact_dots import exact_dots
+from mcftensor.wide.slices import by_powers, cut, exponents, width_for
 
 # Numbers of elements: of a block of an operand, of one step of a summation, and of pairs of rows.
 _BLOCK = 1 << 22

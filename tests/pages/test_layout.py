@@ -17,7 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted(x.parent for x in PACKAGE.glob("*/**/__init__.py"))
 
 BUDGETS = {
-    "arithmetic": 2200,
+    "arithmetic": 2050,
     "bridge": 1300,
     "checkpoint": 2800,
     "dispatch": 6600,
@@ -31,9 +31,9 @@ BUDGETS = {
     "serving": 1200,
     "sums": 400,
     "tensor": 3300,
-    "tools": 1800,
-    "training": 3150,
-    "wide": 5800,
+    "tools": 1990,
+    "training": 2980,
+    "wide": 5850,
 }
 """Lines of a folder. Whoever exceeds one makes another part shorter, or says why in a commit."""
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 import mcftensor as mcf
 from common.oracle import is_normalized, value
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.arithmetic.slices import LONGEST, cut, exponents, width_for
 from mcftensor.wide import products
 from mcftensor.wide.products import sliced_product
+from mcftensor.wide.slices import LONGEST, cut, exponents, width_for
 from support.helpers import assert_same_terms, sample
 from support.pretended import Misplaced, pretended
 
