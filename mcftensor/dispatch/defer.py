@@ -11,6 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -457,7 +458,10 @@ _reference = weakref.ref
 
 
 def _copied(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x
+    """Return a component, or the state beside components, that later writes do not change."""
+    if isinstance(x, Tensor):
+        return x.clone()
+    return x if x.factor is None else x._replace(factor=SimpleNamespace(value=x.factor.value))
 
 
 def _written(

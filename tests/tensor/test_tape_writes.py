@@ -11,6 +11,7 @@ from torch import nn
 
 import mcftensor as mcf
 from mcftensor.tensor import tape
+from mcftensor.tensor.step_tensors import PendingTensor
 from support.helpers import a_step, assert_same_terms, sample
 from support.taping import expression, own, values, waiting
 
@@ -412,3 +413,19 @@ def test_tensors_that_are_swapped(at_once):
     for a, b in zip(at_once(update, *values()), update(*values()), strict=True):
         assert_same_terms(a, b)
     assert on_tape == [False, True]
+
+
+@pytest.mark.parametrize("format", [mcf.ue5m3, mcf.mxfp8], ids=lambda f: f.name)
+def test_a_multiplication_of_what_a_list_has_copied(format, at_once):
+    """A list is copied if one of its tensors has another owner, the others too."""
+    drawn = [sample(mcf.bf16x3, 3, 5, seed=i).abs() for i in range(2)]
+    x, y = (mcf.as_expansion(z, format) for z in drawn)
+    x = x.detach()
+    y.reciprocal_()
+    (y + 1).tolist()  # y has left the tape, and still is its own
+    assert y._is_own
+    found = torch._foreach_add([x, y], [0.25, -0.25])
+    assert isinstance(found[1], PendingTensor)
+    torch._foreach_mul_([x, y], 0.001)
+    expected = at_once(lambda z: z.reciprocal_() - 0.25, mcf.as_expansion(drawn[1], format))
+    assert torch.equal(found[1], expected)
