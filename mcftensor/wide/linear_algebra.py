@@ -595,8 +595,8 @@ def _svd(a: MCFTensor, full: bool, bits: int) -> tuple[Tensor, ...]:
 def _singular(a: MCFTensor, full: bool, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the singular vectors and values of a matrix with no more columns than rows."""
     rows, columns = a.shape
-    _, v = _eigenvectors(a.T @ a, bits)  # type: ignore[arg-type]
-    v = v.flip(1)
+    values, v = _eigenvectors(a.T @ a, bits)  # type: ignore[arg-type]
+    v = v[:, (-values).argsort()]  # equal ones in their order, as in the machine type
     images = a @ v
     s = images.square().sum(0).sqrt()
     sizes = _plain(s)

@@ -191,6 +191,14 @@ def test_singular_vectors(format, shape):
     assert_near(vh @ vh.T, mpmath.eye(shape[1]), format, 64)
 
 
+def test_singular_vectors_of_zeros_are_those_of_the_machine_type(format):
+    plain = torch.zeros(3, 3, dtype=format.dtype)
+    for x, y in zip(
+        torch.linalg.svd(mcf.as_expansion(plain, format)), torch.linalg.svd(plain), strict=True
+    ):
+        assert torch.equal(mcf.as_plain(x, format.dtype), y)
+
+
 def test_singular_vectors_of_a_rank_that_is_not_full(format):
     a = sample(format, 6, 2) @ sample(format, 2, 4, seed=1)
     u, s, vh = torch.linalg.svd(a, full_matrices=False)
