@@ -93,7 +93,7 @@ test-all: $(VENV)/installed ## run all tests with all their cases in random orde
 
 test-without-double: $(VENV)/installed ## run the tests of training, files, meters, tensors, numerics, formats, kernels, processes and more where each float64 tensor of the library raises
 	$(WORKING) --without-float64 tests/training tests/files tests/bridge tests/serving tests/meters \
-		tests/tools tests/reproducible tests/patches tests/compile tests/ecosystem tests/kernels tests/distributed tests/tensor tests/numerics \
+		tests/tools tests/reproducible tests/patches tests/compile tests/ecosystem tests/kernels tests/distributed tests/tensor tests/numerics tests/wide \
 		tests/formats $(ARGS)
 
 soak: $(VENV)/installed ## kill training runs at random; they must end with the bits of an uninterrupted run (ARGS="--help")
