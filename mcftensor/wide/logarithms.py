@@ -108,7 +108,9 @@ def normal(x: Terms) -> tuple[Terms, Tensor]:
     inside = (x[0] > 0) & torch.isfinite(x[0])
     x = where(inside, x, one(x[0]))
     shift = shift_of(x[0])
-    is_small = x[0] < 2.0 ** (base.min_exponent + (len(x) + 1) * base.precision)
+    # No number about 1 is multiplied, though four terms of float32 and the guards end below range.
+    end = min(base.min_exponent + (len(x) + 1) * base.precision, -1)
+    is_small = x[0] < 2.0**end
     return where(is_small, times(x, 2.0**shift), x), torch.where(is_small, shift, 0.0)
 
 

@@ -88,6 +88,13 @@ def test_tails_of_the_normal_distribution(format):
             assert abs(found - exact(at)) <= slack, (function.__name__, at)
 
 
+def test_small_arguments_of_atanh_in_four_terms_of_float32():
+    """Their guards end below the range of float32."""
+    format = mcf.Format(torch.float32, 4)
+    x = mcf.exact.from_exact(["4.27e-18", "-5.005e-13", "3.1e-4", "0.4", "0.9999999"], format)
+    assert worst(torch.atanh, mp.atanh, format, x) <= 1
+
+
 def test_powers_of_numbers_next_to_one():
     """Their logarithm loses bits below the smallest number."""
     for distance in (-2.847e-40, 1e-38, 3e-31, -1e-26, 1e-22, -1e-15, 1e-9):
