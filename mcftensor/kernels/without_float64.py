@@ -128,7 +128,7 @@ def pieces(x: float, device: torch.device | str = "cpu") -> Pieces:
         return Pieces(*[torch.scalar_tensor(y, dtype=torch.float32, device=device) for y in terms])
     x = float(x)
     terms = [_nearest(x), 0.0, 0.0]
-    if math.isfinite(terms[0]):
+    if terms[0] and math.isfinite(terms[0]):  # a zero keeps its sign
         total = terms[0] + _nearest(x - terms[0])
         high = _nearest(total)
         terms = [high, total - high, x - total]

@@ -426,6 +426,7 @@ def test_a_dtype_that_is_asked_for(format, dtype):
 MEANS = {"normal_": (0, 1), "uniform_": (0.5, 1 / 12), "exponential_": (1, 1)}
 
 
+@pytest.mark.with_float64("it goes without by itself")
 @pytest.mark.parametrize(
     "format",
     [pytest.param(f, marks=[] if f is mcf.fp32x2 else pytest.mark.slow, id=f.name) for f in LONG],
@@ -472,6 +473,13 @@ def test_random_numbers_have_all_their_bits(format):
 def test_normal_numbers_are_written_by_another_method():
     with pytest.raises(NotImplementedError, match=r"x\.normal_"):
         torch.normal(0.0, 1.0, (3,), out=drawn(mcf.fp64x2, count=3))
+
+
+def test_a_zero_that_is_a_number_keeps_its_sign():
+    x = mcf.as_expansion(torch.tensor([1.0, -2.0]), mcf.fp32x2)
+    with no_float64():
+        assert (x / -0.0).tolist() == [-math.inf, math.inf]
+        assert (x // -math.inf).tolist() == [-1, 0]
 
 
 def test_closeness_of_numbers_far_apart():
@@ -820,6 +828,7 @@ def test_what_needs_float64_says_so():
         torch.special.zeta(x, x)
 
 
+@pytest.mark.with_float64("it asks whether there is float64")
 def test_devices_say_whether_they_have_float64(monkeypatch):
     found = without_float64._has_float64.__wrapped__  # results of a device are kept
     assert not has_float64(torch.device("mps"))

@@ -963,6 +963,7 @@ def check(name, format):
 SCANNED = [*dict.fromkeys([*ELEMENTWISE, *CASES])]
 
 
+@pytest.mark.with_float64("its terms are float64")
 @pytest.mark.parametrize("name", SCANNED)
 def test_function_of_fp64x2(name):
     with mp.workprec(BITS):
@@ -1021,6 +1022,7 @@ def check_second(name, format):
             require(abs(y - bend), size, 8 * OF_SLOPES, format, where)
 
 
+@pytest.mark.with_float64("of a format whose terms are float64")
 @pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("name", [x for x in ELEMENTWISE if x not in {*REFUSED, "hardsigmoid"}])
 def test_second_derivatives(name):
