@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -55,6 +56,10 @@ class Unrounded:
             return self.mantissa
         return times_power(self.mantissa, self.exponent - exponent)
 
+    def raised(self, by: int) -> Unrounded:
+        """Return the same number with an exponent larger by an integer."""
+        return replace(self, mantissa=times_power(self.mantissa, -by), exponent=self.exponent + by)
+
     def to(self, device: torch.device) -> Unrounded:
         """Return the same number on another device."""
         if self.mantissa.device == device:
@@ -75,17 +80,21 @@ def number(x: Any) -> Unrounded:
     """Return a scaled tensor, a plain tensor, an expansion or a Python number as a number.
 
     A plain tensor is placed near 1 by its largest element, a Python number by its nearest power of
-    two.
+    two. Zeros and infinities fit every scale.
     """
+    if isinstance(x, Unrounded):
+        return x
     if is_scaled(x):
         *data, s = x._held()
         return Unrounded(x._format.load(data), known(s))
     if isinstance(x, MCFTensor):
         x = x._collapsed()
     if not isinstance(x, Tensor):
+        if not x or not math.isfinite(x):
+            return Unrounded(torch.tensor(float(x), device="cpu"), ANY)
         # |x| is in [√½, √2) · 2^exponent, so a factor x hardly changes the size of data.
         exponent = floor_log2(x * 2**0.5)
-        return Unrounded(torch.tensor(x * 2.0**-exponent if x else 0.0, device="cpu"), exponent)
+        return Unrounded(torch.tensor(x * 2.0**-exponent, device="cpu"), exponent)
     if not x.is_floating_point():
         return Unrounded(x.to(torch.float32), 0)
     if x.dtype.itemsize == 1:  # PyTorch has no maximum of 8-bit floats
@@ -208,35 +217,40 @@ def close(x: Unrounded) -> Unrounded:
     return replace(x, mantissa=mantissa, exponent=largest(x.exponent + lower, ANY))
 
 
-def leveled(numbers: Sequence[Unrounded]) -> tuple[Exponent, list[Unrounded]]:
-    """Return the largest exponent of numbers other than zeros, and the numbers, moved near 1.
+def aligned(operands: Sequence[Any]) -> tuple[Exponent, list[Unrounded]]:
+    """Return the largest exponent of operands other than zeros, and the operands as numbers.
 
-    If exponents are known and close together, no data is read.
+    Data far below 1 is moved near 1 before. If exponents are known and close together, no data is
+    read.
     """
-    exponents = [x.exponent for x in numbers]
-    known_ones = [s for s in exponents if not isinstance(s, Tensor)]
-    if len(known_ones) < len(exponents):
-        numbers = [close(x) if x.mantissa.dim() else x for x in numbers]
-    else:
-        least = min((s for s in known_ones if s != ANY), default=ANY)
+    numbers = [number(x) for x in operands]
+    exponents = [s for s in (x.exponent for x in numbers) if isinstance(s, Tensor) or s != ANY]
+    if not any(isinstance(s, Tensor) for s in exponents):
+        least = min(exponents, default=ANY)
         numbers = [close(x) if x.exponent > least + FAR else x for x in numbers]
+    elif len(exponents) > 1:
+        numbers = [close(x) if x.mantissa.dim() else x for x in numbers]
     s: Exponent = ANY
     for x in numbers:
         s = largest(s, x.exponent)
-    return s, list(numbers)
+    return s, numbers
 
 
-def sum_of(a: Unrounded, b: Unrounded) -> Unrounded:
-    """a + b at the larger exponent, which is √(2^2s + 2^2t), rounded down."""
-    s, (a, b) = leveled([a, b])
+def sum_of(x: Any, y: Any) -> Unrounded:
+    """x + y at the larger exponent, which is √(2^2s + 2^2t), rounded down."""
+    s, (a, b) = aligned([x, y])
     return Unrounded(a.at(s) + b.at(s), s)
 
 
-def aligned(operands: Sequence[Any]) -> tuple[Exponent, list[Unrounded]]:
-    """Return operands as numbers, and the largest of their exponents."""
-    return leveled([number(x) for x in operands])
-
-
-def product_of(a: Unrounded, b: Unrounded) -> Unrounded:
-    """a · b, element by element."""
+def product_of(x: Any, y: Any) -> Unrounded:
+    """x · y, element by element."""
+    if not isinstance(y, Tensor | Unrounded) and y == 1:
+        return number(x)
+    a, b = number(x), number(y)
     return Unrounded(a.mantissa * b.mantissa, a.exponent + b.exponent)
+
+
+def where_of(condition: Tensor, x: Any, y: Any) -> Unrounded:
+    """x where the condition holds, else y, at the larger exponent."""
+    s, (a, b) = aligned([x, y])
+    return Unrounded(torch.where(condition, a.at(s), b.at(s)), s)

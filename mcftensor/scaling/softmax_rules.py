@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.scaling.exponents import is_free, times_power
-from mcftensor.scaling.rule_shapes import by_gradient, plain_operand
-from mcftensor.scaling.rule_table import aten, rule
+from mcftensor.scaling.rule_table import aten, homogeneous, plain_operand, rule
 from mcftensor.scaling.scaled_format import of_dtype
 from mcftensor.scaling.scaled_numbers import Unrounded, number
 
@@ -62,7 +61,7 @@ def _loss(func: Any, *args: Any) -> tuple[Unrounded, Tensor]:
     return Unrounded(made, 0, "to fit" if made.dim() else "by size"), total
 
 
-by_gradient(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default, placing="by size")
+homogeneous(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default, placing="by size")
 
 
 # --------------------------------------------------------------------------------------- attention

@@ -1,9 +1,8 @@
-"""Rules of operators that move, create, select and place elements: scales are carried along."""
+"""Rules of operators that move, create, select or compare elements: scales are carried along."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +15,18 @@ from mcftensor.dispatch.write_results import refusal
 from mcftensor.formats.moving import move_component
 from mcftensor.kernels.columns import on_device
 from mcftensor.scaling.exponents import ANY, largest
-from mcftensor.scaling.rule_table import aten, rule
+from mcftensor.scaling.rule_table import aten, jointly, rule
 from mcftensor.scaling.scaled import ScaledTensor, data_of, is_all, is_scaled, made_of
 from mcftensor.scaling.scaled_format import TOPS, ScaledFormat, of_dtype
-from mcftensor.scaling.scaled_numbers import Unrounded, aligned, by_size, leveled, number, write_to
+from mcftensor.scaling.scaled_numbers import (
+    Unrounded,
+    aligned,
+    by_size,
+    lead,
+    number,
+    where_of,
+    write_to,
+)
 from mcftensor.tensor.implicit_rounding import rounding
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -238,20 +245,62 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, join: Any = torch.cat) -> Unro
 rule(aten.stack, keeps_tails=True)(functools.partial(_cat, join=torch.stack))
 
 
-@rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, keeps_tails=True)
-def _where(condition: Tensor, x: Any, y: Any) -> Unrounded:
-    s, (a, b) = aligned([x, y])
-    return Unrounded(torch.where(condition, a.at(s), b.at(s)), s)
+rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, keeps_tails=True)(where_of)
 
 
 @rule(aten.masked_fill, keeps_tails=True)
 def _masked_fill(x: Any, mask: Tensor, value: Any) -> Unrounded:
-    """Fill by a mask; infinities, as in causal masks, fit every scale."""
-    filled = number(value)
-    if not isinstance(value, Tensor) and not math.isfinite(value):
-        return Unrounded(number(x).mantissa.masked_fill(mask, value), x.exponent)
-    s, (filled, own) = leveled([filled, number(x)])
-    return Unrounded(torch.where(mask, filled.at(s), own.at(s)), s)
+    return where_of(mask, value, x)
+
+
+# ---------------------------------------------------------------------------- lookup by indices
+
+
+@rule(aten.index_put, keeps_tails=True)
+def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Unrounded:
+    """Assign to indices, also for the gradients of indexing."""
+    s, (a, b) = aligned([x, values])
+    masks = [i for i in indices if i is not None]
+    if values.dim() == 0 and len(masks) == 1 and masks[0].dtype == torch.bool and not accumulate:
+        before = next(i for i, index in enumerate(indices) if index is not None)
+        after = (1,) * (x.dim() - before - masks[0].dim())
+        # torch.where needs no count of places, for which the host would wait.
+        return Unrounded(torch.where(masks[0].view(*masks[0].shape, *after), b.at(s), a.at(s)), s)
+    return Unrounded(aten.index_put(a.at(s), indices, b.at(s), accumulate), s)
+
+
+@rule(aten._index_put_impl_)
+def _index_put_impl_(
+    x: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False
+) -> Tensor:
+    return write_to(x, _index_put(x, indices, values, accumulate))
+
+
+jointly(aten.scatter.src, aten.scatter_add.default, aten.index_add.default, aten.index_copy.default)
+
+
+@rule(aten.scatter.value, keeps_tails=True)
+def _scatter(x: Any, dim: int, index: Tensor, value: float) -> Unrounded:
+    s, (a, b) = aligned([x, value])
+    return Unrounded(
+        a.at(s).scatter(dim, index, on_device(b.at(s), x.device).expand(index.shape)), s
+    )
+
+
+@rule(aten.embedding)
+def _embedding(weight: Any, indices: Tensor, *unused: Any, **also: Any) -> Unrounded:
+    picked = lead(weight)
+    return Unrounded(torch.embedding(picked.mantissa, indices), picked.exponent)
+
+
+@rule(aten.embedding_dense_backward)
+def _embedding_backward(
+    gradient: Any, indices: Tensor, count: int, padding: int, by: bool
+) -> Unrounded:
+    """Sum one row for each occurrence of a token; their number is not known beforehand."""
+    g = number(gradient)
+    summed = aten.embedding_dense_backward(g.mantissa, indices, count, padding, by)
+    return Unrounded(summed, g.exponent, "by size")
 
 
 # ----------------------------------------------------------------------- comparisons and queries
