@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.ordering import choose, clamp, equal, less, maximum, minimum
 from mcftensor.arithmetic.rounding import quiet
-from mcftensor.dispatch.default_handler import PRECISION, compute
+from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.operands import (
     common_format,
     common_role,
@@ -31,10 +32,11 @@ from mcftensor.dispatch.operands import (
 from mcftensor.dispatch.registry import implements, register_forms
 from mcftensor.dispatch.rounded_arguments import has_rests
 from mcftensor.dispatch.storage_formats import of_terms
+from mcftensor.dispatch.system import serves
 from mcftensor.formats import Format
 from mcftensor.kernels.columns import is_bare
 from mcftensor.kernels.custom_ops import opaque
-from mcftensor.kernels.without_float64 import has_float64, without
+from mcftensor.kernels.without_float64 import widest, without
 from mcftensor.passes import expansion
 from mcftensor.tensor import GradientTensor, MCFTensor
 from mcftensor.tensor.implicit_rounding import note_moved, rounding
@@ -237,11 +239,9 @@ def _ranks(x: MCFTensor) -> tuple[Tensor, list[Tensor]]:
         is_new[1:] |= term[1:] != term[:-1]
     rank = is_new.cumsum(0)
     first = torch.zeros_like(order).index_put((rank,), torch.arange(len(order), device=x.device))
-    dtype = torch.float64
-    if not has_float64(x.device):
-        if len(order) > 1 << 24:
-            raise without(f"the order of {len(order)} numbers, more than float32 counts,")
-        dtype = torch.float32
+    dtype = widest(x.device)
+    if len(order) > 1 << BASES[dtype].precision:
+        raise without(f"the order of {len(order)} numbers, more than float32 counts,")
     ranked = torch.empty(len(order), dtype=dtype, device=x.device)
     ranked[order] = rank.to(dtype).masked_fill(torch.isnan(terms[0]), torch.nan)
     return ranked.view(x.shape), [term[first] for term in terms]
@@ -314,8 +314,7 @@ def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 def search(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the places of numbers in a sequence, or whether it has them."""
     found = expansions(args)
-    fits = has_float64(found[0].device) and all(x._format.precision <= PRECISION for x in found)
-    in_float64 = fits and not has_rests(args)
+    in_float64 = all(serves(x._format, x.device) for x in found) and not has_rests(args)
     if all(x.acts_as == "parameter" for x in found) or in_float64:
         return compute(func, *args, **kwargs)
     format, columns = _enter(func.overloadpacket.__name__, args[:2])

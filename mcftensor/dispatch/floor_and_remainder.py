@@ -13,7 +13,7 @@ from mcftensor.dispatch.operands import common_format, entered, expansions, sele
 from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.storage_formats import of_terms
 from mcftensor.formats import named
-from mcftensor.kernels.without_float64 import PARTS, PIECES, has_float64
+from mcftensor.kernels.without_float64 import format_of_numbers
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -45,8 +45,7 @@ def _terms(x: Any, device: torch.device) -> list[Tensor]:
     if isinstance(x, MCFTensor):
         return list(x._read())
     if isinstance(x, Tensor) and not x.is_floating_point():
-        whole = named(PARTS if has_float64(device) else PIECES)
-        return stored_in(x, whole, device)
+        return stored_in(x, named(format_of_numbers(device)), device)
     return entered(x, device)[1]
 
 
