@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.ordering import choose, clamp, equal, less, maximum, minimum
 from mcftensor.arithmetic.rounding import quiet
-from mcftensor.dispatch.default_handler import compute
+from mcftensor.dispatch.default_handler import compute, of_values
 from mcftensor.dispatch.operands import (
     common_format,
     common_role,
@@ -133,11 +133,9 @@ for _name, _select in _CHOICES.items():
     aten.fmax.default,  # torch.fmax
     aten.fmin.default,  # torch.fmin
 )
-@of_terms
+@of_values
 def without_nan(func: Any, x: Any, y: Any) -> Any:
     """Return the larger or smaller elements of values; NaN only where both are NaN."""
-    if all(z.acts_as == "parameter" for z in expansions((x, y))):
-        return compute(func, x, y)
     select = maximum if func is aten.fmax.default else minimum
 
     def selected_terms(x: Terms, y: Terms) -> list[Tensor]:
@@ -193,15 +191,13 @@ def _neighbour(x: Tensor, towards: Tensor) -> Tensor:
 
 
 @implements(aten.nextafter.default)  # torch.nextafter
-@of_terms
+@of_values
 def nextafter(func: Any, x: Any, y: Any) -> Any:
     """Return the next number after x towards y in the format.
 
     The precision of a format is not fixed: the neighbour of 1 in `bf16x2` is 1 + 2^-133, with the
     smallest number of the base as its tail.
     """
-    if common_role((x, y)) == "parameter":
-        return compute(func, x, y)
     format, (x, y) = _enter("nextafter", (x, y))
     x, y = zip(*(torch.broadcast_tensors(a, b) for a, b in zip(x, y, strict=True)), strict=True)
     up = less(x, y)
@@ -279,10 +275,10 @@ _MEDIANS = (aten.median.default, aten.nanmedian.default)
     aten.adaptive_max_pool2d.default,  # F.adaptive_max_pool2d, F.adaptive_max_pool1d
     aten.adaptive_max_pool3d.default,  # F.adaptive_max_pool3d
 )
-@of_terms
+@of_values
 def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the operation on ranks, and replace the ranks by elements; indices stay unchanged."""
-    if not isinstance(x, MCFTensor) or x.acts_as == "parameter" or expansions((args, kwargs)):
+    if not isinstance(x, MCFTensor) or expansions((args, kwargs)):
         return compute(func, x, *args, **kwargs)
     if not x.numel() and func in _MEDIANS:
         return x.new_full((), math.nan)
@@ -310,12 +306,12 @@ def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     aten.isin.Tensor_Scalar,  # torch.isin(x, 3.0)
     aten.isin.Scalar_Tensor,  # torch.isin(3.0, x)
 )
-@of_terms
+@of_values
 def search(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the places of numbers in a sequence, or whether it has them."""
     found = expansions(args)
     in_float64 = all(serves(x._format, x.device) for x in found) and not has_rests(args)
-    if all(x.acts_as == "parameter" for x in found) or in_float64:
+    if in_float64:
         return compute(func, *args, **kwargs)
     format, columns = _enter(func.overloadpacket.__name__, args[:2])
     joined = [torch.cat([x.reshape(-1) for x in terms]) for terms in zip(*columns, strict=True)]

@@ -24,7 +24,7 @@ from mcftensor.dispatch.operands import (
     value_of,
     with_leading,
 )
-from mcftensor.dispatch.registry import implements
+from mcftensor.dispatch.registry import Handler, implements
 from mcftensor.dispatch.rounded_arguments import WidenedArguments, is_recorded
 from mcftensor.dispatch.system import evaluated, system_of
 from mcftensor.dispatch.write_results import assign, refusal, written_to
@@ -71,6 +71,21 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
             return wing("wide").in_float32_terms(func, format, found, args, kwargs)
         case "float64":
             return in_machine_type(func, format, found, args, kwargs)
+
+
+def of_values(handler: Handler) -> Handler:
+    """Return a handler that works on the terms of values.
+
+    Parameters alone compute with their leading terms, and storage formats with their numbers.
+    """
+
+    def on_values(func: Any, *args: Any, **kwargs: Any) -> Any:
+        found = expansions((args, kwargs))
+        if all(x.acts_as == "parameter" for x in found):
+            return compute(func, *args, **kwargs)
+        return handler(func, *args, **kwargs)
+
+    return storage_formats.of_terms(on_values)
 
 
 def _plainly(
