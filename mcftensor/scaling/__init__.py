@@ -6,7 +6,6 @@ from mcftensor.scaling import optimizer_rules as optimizer_rules
 from mcftensor.scaling import softmax_rules as softmax_rules
 from mcftensor.scaling import structure_rules as structure_rules
 from mcftensor.scaling import sum_rules as sum_rules
-from mcftensor.scaling.event_counts import counting as counting
 from mcftensor.scaling.fp8 import Fp8Linear as Fp8Linear
 from mcftensor.scaling.fp8 import fp8_linear as fp8_linear
 from mcftensor.scaling.fp8 import fp8_product as fp8_product
@@ -17,3 +16,4 @@ from mcftensor.scaling.scaled import ScaledTensor as ScaledTensor
 from mcftensor.scaling.scaled_format import ScaledFormat as ScaledFormat
 from mcftensor.scaling.scaled_format import scaled as scaled
 from mcftensor.scaling.scaled_models import scalify as scalify
+from mcftensor.scaling.scaled_numbers import counting as counting

@@ -20,15 +20,15 @@ from torch.utils._pytree import tree_map_only
 
 from mcftensor.dispatch.operands import leaves
 from mcftensor.dispatch.registry import Handler, handler_of
-from mcftensor.scaling.event_counts import count
 from mcftensor.scaling.exponents import Exponent
-from mcftensor.scaling.scaled import is_scaled, made_of
+from mcftensor.scaling.scaled import each_made_of, is_scaled
 from mcftensor.scaling.scaled_format import ScaledFormat, promoted
 from mcftensor.scaling.scaled_numbers import (
     Placing,
     Unrounded,
     aligned,
     by_size,
+    count,
     number,
     stored,
     write_to,
@@ -223,10 +223,7 @@ def _viewed(func: Any, base: Tensor, *others: Any, **kwargs: Any) -> Any:
         return _without_rule(func, base, *others, **kwargs)
     *data, s = base._held()
     views = [func(part, *others, **kwargs) for part in data]
-    whole = base._base_components or tuple(data)
-    if isinstance(views[0], Tensor):
-        return made_of(views, s, base._format, whole)
-    return [made_of(parts, s, base._format, whole) for parts in zip(*views, strict=True)]
+    return each_made_of(views, s, base._format, base._base_components or tuple(data))
 
 
 def _without_rule(func: Any, *args: Any, **kwargs: Any) -> Any:

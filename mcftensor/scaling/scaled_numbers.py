@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from mcftensor.scaling.event_counts import count
 from mcftensor.scaling.exponents import (
     ANY,
     Exponent,
@@ -26,7 +28,7 @@ from mcftensor.scaling.exponents import (
     times_power,
 )
 from mcftensor.scaling.scaled import ScaledTensor, data_of, is_all, is_scaled, made_of
-from mcftensor.scaling.scaled_format import FP8, ScaledFormat
+from mcftensor.scaling.scaled_format import FP8, ScaledFormat, of_dtype
 from mcftensor.tensor.tensor import MCFTensor
 
 Placing: TypeAlias = Literal["by rule", "to fit", "by size", "high"]
@@ -48,7 +50,7 @@ class Unrounded:
     mantissa: Tensor
     exponent: Exponent
     placing: Placing = "by rule"
-    format: ScaledFormat | None = None  # if it differs from the operands' format
+    dtype: torch.dtype | None = None  # of the data, if it is not the operands'
 
     def at(self, exponent: Exponent) -> Tensor:
         """Return the mantissas for an exponent not below this one's."""
@@ -66,7 +68,7 @@ class Unrounded:
             return self
         exponent = self.exponent
         exponent = exponent.to(device) if isinstance(exponent, Tensor) else exponent
-        return Unrounded(self.mantissa.to(device), exponent, self.placing, self.format)
+        return Unrounded(self.mantissa.to(device), exponent, self.placing, self.dtype)
 
     def plain(self) -> Tensor:
         """Return the numbers in float32, rounded once."""
@@ -111,67 +113,69 @@ def lead(x: Any) -> Unrounded:
 
 
 def stored(x: Unrounded, format: ScaledFormat, name: str = "") -> ScaledTensor:
-    """Round a number to a new tensor of its format, or of `format` by default."""
-    format = x.format or format
+    """Round a number to a new tensor in a format, or in that of its own dtype if it has one.
+
+    A choice of the exponent by the numbers is counted under `name`.
+    """
+    if x.dtype is not None:
+        format = of_dtype(x.dtype)
     is_by_rule = x.placing in ("by rule", "to fit")
     placing = "by size" if format.dtype in FP8 and is_by_rule else x.placing
-    if placing == "by rule":
-        mantissa, exponent = x.mantissa, x.exponent
-    elif placing == "to fit":
-        further = largest(exponent_of_largest(x.mantissa) - format.top, 0)
-        mantissa, exponent = times_power(x.mantissa, -further), x.exponent + further
-    else:
-        if name and x.mantissa.dim():
+    mantissa, exponent = x.mantissa, x.exponent
+    if placing == "to fit":
+        further = largest(exponent_of_largest(mantissa) - format.top, 0)
+        mantissa, exponent = times_power(mantissa, -further), exponent + further
+    elif placing != "by rule":
+        if name and mantissa.dim():
             count("rescaled", name)
         mantissa, exponent = _placed(x, format, placing)
     return made_of(format.store(mantissa), exponent_tensor(exponent, mantissa.device), format)
 
 
-def by_size(x: Any, format: ScaledFormat) -> ScaledTensor:
+def by_size(x: Any, format: ScaledFormat, name: str = "") -> ScaledTensor:
     """Return an operand in a format, placed by its size."""
     own = number(x)
-    return stored(Unrounded(own.mantissa, own.exponent, "by size"), format)
+    return stored(Unrounded(own.mantissa, own.exponent, "by size"), format, name)
 
 
-def _placed(x: Unrounded, format: ScaledFormat, placing: Placing) -> tuple[Tensor, Exponent]:
-    """Return mantissas and exponent, moved to the place given by the size of the numbers."""
-    near, peak, shift = _near_one(x.mantissa)
-    further = largest(peak - shift - format.top, -format.top)
-    if placing == "by size":
-        further = largest(exponent_of_rms(near), further)
-    return times_power(near, -further), _unless_zero(peak, shift + further + x.exponent)
+def _placed(
+    x: Unrounded, format: ScaledFormat, placing: Placing, is_weight: bool = False
+) -> tuple[Tensor, Exponent]:
+    """Return mantissas and exponent, moved to a place that depends on the numbers.
 
-
-def _near_one(mantissa: Tensor) -> tuple[Tensor, Exponent, Exponent]:
-    """Return mantissas below 4, so that squares fit; the exponent of the largest; and the shift."""
-    peak = exponent_of_largest(mantissa)
+    "By rule" the exponent is kept if possible. Otherwise it moves just enough that the root mean
+    square of the data is at least 1, or in [1, 4) for weights, and the largest number fits.
+    """
+    peak = exponent_of_largest(x.mantissa)
     shift = largest(smallest(peak, 126), -126)
-    return times_power(mantissa, -shift), peak, shift
-
-
-def _unless_zero(peak: Exponent, exponent: Exponent) -> Exponent:
-    """Return an exponent, or that of zeros."""
+    near = times_power(x.mantissa, -shift)  # below 4, so that squares fit
+    further = fits = largest(peak - shift - format.top, -format.top)
+    if placing != "high":
+        rms = largest(exponent_of_rms(near), -format.top)
+        further = largest(rms, fits)
+        if placing != "by size":
+            least = largest(fits, rms - 1) if is_weight else fits
+            further = smallest(largest(-shift, least), further)
+    exponent = shift + further + x.exponent
     if isinstance(peak, Tensor):
-        return torch.where(peak == ANY, ANY, exponent).to(torch.int32)
-    return ANY if peak == ANY else exponent
+        exponent = torch.where(peak == ANY, ANY, exponent).to(torch.int32)
+    elif peak == ANY:
+        exponent = ANY
+    return times_power(near, -further), exponent
 
 
 def write_to(target: Tensor, x: Unrounded) -> Tensor:
-    """Write a number to a tensor, in place.
+    """Write a number to a tensor, in place, with the exponent of the rule if possible.
 
-    The exponent of the rule is kept if possible. Otherwise it moves just enough that the root mean
-    square of the data is at least 1 and the largest number fits. For parameters the root mean
-    square stays below 4, so that products with them stay near 1.
+    The root mean square of the data is at least 1. For parameters it stays below 4, so that
+    products with them stay near 1.
     """
     if not is_scaled(target):
         target.copy_(x.plain())
         return target
     format = target.format
-    mantissa, exponent = (
-        _placed(x, format, x.placing)
-        if x.placing == "high"
-        else _moved_little(x, format, target.requires_grad)
-    )
+    placing: Placing = "high" if x.placing == "high" else "by rule"
+    mantissa, exponent = _placed(x, format, placing, target.requires_grad)
     whole = target._base_components
     if whole is not None and not is_all(target):
         before = known(target.exponent)
@@ -188,17 +192,6 @@ def write_to(target: Tensor, x: Unrounded) -> Tensor:
     else:
         target.exponent.fill_(exponent)
     return target
-
-
-def _moved_little(x: Unrounded, format: ScaledFormat, is_weight: bool) -> tuple[Tensor, Exponent]:
-    near, peak, shift = _near_one(x.mantissa)
-    rms = largest(exponent_of_rms(near), -format.top)
-    least = largest(peak - shift - format.top, -format.top)
-    most = largest(rms, least)
-    if is_weight:
-        least = largest(least, rms - 1)
-    further = smallest(largest(-shift, least), most)
-    return times_power(near, -further), _unless_zero(peak, shift + further + x.exponent)
 
 
 FAR = 10
@@ -254,3 +247,43 @@ def where_of(condition: Tensor, x: Any, y: Any) -> Unrounded:
     """x where the condition holds, else y, at the larger exponent."""
     s, (a, b) = aligned([x, y])
     return Unrounded(torch.where(condition, a.at(s), b.at(s)), s)
+
+
+# --------------------------------------------------------------------------------- counts of events
+
+_COUNTS: ContextVar[Counter[tuple[str, str]] | None] = ContextVar("scaling_counts", default=None)
+
+
+def count(event: str, name: str) -> None:
+    """Count an event within `counting`; outside, do nothing."""
+    counts = _COUNTS.get()
+    if counts is not None:
+        counts[event, name] += 1
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter[tuple[str, str]]]:
+    """Count the events of scaling in a block.
+
+    Backward passes are counted if they run on the thread of the call, as on a CPU. On a GPU,
+    autograd has its threads.
+
+    Yields:
+        A Counter of pairs: `("rescaled", operator)`, an exponent chosen by the numbers instead of
+        a rule; `("fp8", "native")` and `("fp8", "emulated")`, products of 8-bit data by the
+        device or in float32; `("fallback", operator)`, operators computed in plain float32.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> x = mcf.as_expansion(torch.ones(2, 3), mcf.scaling.scaled(torch.float16))
+        >>> with mcf.scaling.counting() as counts:
+        ...     y = mcf.scaling.rescale(x * 1e-3)
+        >>> counts
+        Counter({('rescaled', 'rescale'): 1})
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    token = _COUNTS.set(counts)
+    try:
+        yield counts
+    finally:
+        _COUNTS.reset(token)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +19,7 @@ from torch import Tensor
 
 from mcftensor.scaling.exponents import half_log2
 from mcftensor.scaling.rule_table import aten, homogeneous, plain_operand, rule
-from mcftensor.scaling.scaled_format import of_dtype
 from mcftensor.scaling.scaled_numbers import (
-    Placing,
     Unrounded,
     lead,
     number,
@@ -93,37 +92,31 @@ Dims = int | Sequence[int] | None
 
 
 @rule(
-    *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.cumsum),
+    *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim),
+    *(aten._adaptive_avg_pool2d, aten.avg_pool2d),
     takes_operator=True,
 )
-def _sum(func: Any, x: Any, dim: Dims = None, *how: Any, dtype: Any = None) -> Unrounded:
+def _sum(func: Any, x: Any, *how: Any, dtype: Any = None, **also: Any) -> Unrounded:
     """Give floor(½ log2 n) of a sum of n numbers to the exponent, and take it from that of a mean.
 
     Scalars are placed by size, which costs nothing.
     """
-    a, half = number(x), half_log2(_count_of(x, dim))
-    made = func(a.mantissa, *([] if dim is None else [dim]), *how)
-    is_mean = func.overloadpacket is aten.mean
-    return of_reduction(Unrounded(made, a.exponent).raised(-half if is_mean else half), dtype)
-
-
-def of_reduction(x: Unrounded, dtype: torch.dtype | None = None) -> Unrounded:
-    """Return the result of a reduction, by default in the format of its operand."""
-    placing: Placing = "by rule" if x.mantissa.dim() else "by size"
-    return Unrounded(x.mantissa, x.exponent, placing, None if dtype is None else of_dtype(dtype))
-
-
-def _count_of(x: Tensor, dim: Dims) -> int:
-    dims = [dim] if isinstance(dim, int) else dim
-    return math.prod(x.shape[d] for d in dims) if dims and x.dim() else x.numel()
-
-
-@rule(aten._adaptive_avg_pool2d, aten.avg_pool2d, takes_operator=True)
-def _average(func: Any, x: Any, *how: Any, **also: Any) -> Unrounded:
     a = number(x)
-    pooled = func(a.mantissa, *how, **also)
-    half = half_log2(max(1, x.numel() // max(1, pooled.numel())))
-    return Unrounded(pooled, a.exponent).raised(-half)
+    made = func(a.mantissa, *how, **also)
+    half = half_log2(x.numel() // max(1, made.numel()))
+    is_sum = func.overloadpacket is aten.sum
+    return _of_reduction(Unrounded(made, a.exponent).raised(half if is_sum else -half), dtype)
+
+
+@rule(aten.cumsum)
+def _cumsum(x: Any, dim: int, *, dtype: Any = None) -> Unrounded:
+    a, half = number(x), half_log2(x.shape[dim] if x.dim() else 1)
+    return replace(Unrounded(a.mantissa.cumsum(dim), a.exponent).raised(half), dtype=dtype)
+
+
+def _of_reduction(x: Unrounded, dtype: torch.dtype | None = None) -> Unrounded:
+    """Return the result of a reduction, by default in the format of its operand."""
+    return replace(x, placing="by rule" if x.mantissa.dim() else "by size", dtype=dtype)
 
 
 @rule(aten._adaptive_avg_pool2d_backward, aten.avg_pool2d_backward, takes_operator=True)
@@ -162,8 +155,8 @@ def _spread_of(func: Any, x: Any, dim: Dims = None, **how: Any) -> Unrounded:
     a = number(x)
     variance = aten.var.correction(a.mantissa, dim, **how)
     if func is aten.std.correction:
-        return of_reduction(Unrounded(variance.sqrt(), a.exponent))
-    return of_reduction(Unrounded(variance, a.exponent * 2))
+        return _of_reduction(Unrounded(variance.sqrt(), a.exponent))
+    return _of_reduction(Unrounded(variance, a.exponent * 2))
 
 
 @rule(aten.var_mean.correction, aten.std_mean.correction, takes_operator=True)
@@ -188,7 +181,8 @@ def _vector_norm(
     a = number(x)
     norm = torch.linalg.vector_norm(a.mantissa, order, dim, keepdim)
     exponent = 0 if order == 0 else a.exponent  # a count has no scale
-    return of_reduction(Unrounded(norm, exponent), dtype or (None if norm.dim() else torch.float32))
+    default = None if norm.dim() else torch.float32
+    return _of_reduction(Unrounded(norm, exponent), dtype or default)
 
 
 @rule(aten.logsumexp)
