@@ -13,7 +13,7 @@ from torch import Tensor
 from mcftensor.kernels.columns import on_device
 from mcftensor.passes.operators import OPERATORS, Operator
 from mcftensor.scaling.exponents import times_power
-from mcftensor.scaling.rule_table import aten, homogeneous, jointly, rule
+from mcftensor.scaling.rule_table import aten, homogeneous, rule
 from mcftensor.scaling.scaled_numbers import (
     Placing,
     Unrounded,
@@ -91,7 +91,11 @@ homogeneous(aten.neg, aten.abs, keeps_tails=True)
 homogeneous(aten.sign, aten.sgn, degree=0)
 homogeneous(aten.reciprocal, degree=-1, placing="by size")
 # As Adam with amsgrad needs them.
-jointly(aten.maximum, aten.minimum, aten.clamp_min.Tensor, aten.clamp_max.Tensor)
+homogeneous(
+    *(aten.maximum, aten.minimum, aten.clamp_min.Tensor, aten.clamp_max.Tensor),
+    jointly=True,
+    keeps_tails=True,
+)
 
 
 @rule(aten.rsqrt)

@@ -1,4 +1,4 @@
-"""Rules of operators of optimizers: lists of tensors, and fused steps."""
+"""Rules of fused optimizer steps."""
 
 from __future__ import annotations
 
@@ -8,22 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.foreach import ListCall
 from mcftensor.passes.optimizer_steps import RULES as STEPS
-from mcftensor.scaling.exponents import known, largest, times_any_power
-from mcftensor.scaling.rule_table import RULES, ScalingRule, aten, rule
+from mcftensor.scaling.exponents import known, largest
+from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled import is_scaled
 from mcftensor.scaling.scaled_numbers import Placing, Unrounded, number, write_to
-
-
-def _foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply an operation to each tensor in turn, since every tensor has its scale."""
-    call = ListCall(func, args, kwargs)
-    made = call.by_torch([None] * call.count)
-    return None if call.in_place else made
-
-
-RULES["foreach"] = ScalingRule(_foreach)
 
 
 def _fused_by(func: Any, states: Sequence[str], squares: Sequence[str]) -> Any:
@@ -43,7 +32,7 @@ def _fused_by(func: Any, states: Sequence[str], squares: Sequence[str]) -> Any:
     def step(*args: Any, **kwargs: Any) -> None:
         for i in range(len(args[0])):
             own = [x[i : i + 1] if isinstance(x, list | tuple) else x for x in args]
-            operands = [[_in_float64(y) for y in x] for x in own[:count]]
+            operands = [[y.to(torch.float64, copy=True) for y in x] for x in own[:count]]
             func(*operands, *own[count:], **kwargs)
             for name, targets, results in zip(quantities, own, operands, strict=False):
                 for target, made in zip(targets, results, strict=True):
@@ -51,14 +40,6 @@ def _fused_by(func: Any, states: Sequence[str], squares: Sequence[str]) -> Any:
                         _write(target, made, "high" if name in squares else "by rule")
 
     return step
-
-
-def _in_float64(x: Tensor) -> Tensor:
-    """Return a float64 copy for the step to write to."""
-    if not is_scaled(x):
-        return x.to(torch.float64, copy=True)
-    own = number(x)
-    return times_any_power(own.mantissa, own.exponent)
 
 
 def _write(target: Tensor, made: Tensor, placing: Placing) -> None:
