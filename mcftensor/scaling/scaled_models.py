@@ -109,10 +109,8 @@ def scalify(
         if isinstance(module, nn.RNNBase) and _with_plain not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_with_plain)
             module.register_forward_hook(functools.partial(_scaled_again, format.lead))
-    if products == "fp8":
-        for module in model.modules():
-            if type(module) is nn.Linear:
-                module.__class__ = Fp8Linear
+        if products == "fp8" and type(module) is nn.Linear:
+            module.__class__ = Fp8Linear
     return model
 
 
