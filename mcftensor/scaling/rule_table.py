@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from mcftensor.dispatch.foreach import ListCall
 from mcftensor.dispatch.operands import leaves
 from mcftensor.dispatch.registry import Handler, handler_of
+from mcftensor.scaling.exponents import Exponent
 from mcftensor.scaling.scaled import each_made_of, is_scaled
 from mcftensor.scaling.scaled_format import ScaledFormat, promoted
 from mcftensor.scaling.scaled_numbers import (
@@ -91,16 +92,23 @@ def homogeneous(
 
     @rule(*operators, keeps_tails=keeps_tails, takes_operator=True)
     def compute(operator: Any, *args: Any, **also: Any) -> Any:
-        places = [] if degree is None else _places_of_numbers(operator) if jointly else [0]
-        s, numbers = aligned([args[i] for i in places])
-        own = dict(zip(places, numbers, strict=True))
+        s: Exponent = 0
+        own: dict[int, Unrounded] = {}
+        if jointly:
+            places = _places_of_numbers(operator)
+            s, numbers = aligned([args[i] for i in places])
+            own = dict(zip(places, numbers, strict=True))
+        elif degree is not None:
+            own = {0: number(args[0])}
+            s = own[0].exponent
         operands = [own[i].at(s) if i in own else plain_operand(x) for i, x in enumerate(args)]
         exponent = s if degree == 1 else s * (degree or 0)
-        return tree_map_only(
-            Tensor,
-            lambda y: Unrounded(y, exponent, placing) if y.is_floating_point() else y,
-            operator(*operands, **also),
-        )
+        made = operator(*operands, **also)
+
+        def as_number(y: Tensor) -> Any:
+            return Unrounded(y, exponent, placing) if y.is_floating_point() else y
+
+        return tuple(map(as_number, made)) if isinstance(made, tuple) else as_number(made)
 
 
 @functools.cache

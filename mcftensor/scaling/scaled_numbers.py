@@ -220,8 +220,7 @@ def aligned(operands: Sequence[Any]) -> tuple[Exponent, list[Unrounded]]:
         numbers = [close(x) if x.exponent > least + FAR else x for x in numbers]
     elif len(exponents) > 1:
         numbers = [close(x) if x.mantissa.dim() else x for x in numbers]
-    first, *others = [x.exponent for x in numbers] or [0]
-    return functools.reduce(largest, others, first), numbers
+    return functools.reduce(largest, [x.exponent for x in numbers]), numbers
 
 
 def sum_of(x: Any, y: Any) -> Unrounded:
