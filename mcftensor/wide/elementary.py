@@ -225,9 +225,9 @@ def _sums_of_powers(x: Tensor, s: int) -> Tensor:
     inverse = start / last
     square = inverse * inverse
     rest = torch.zeros_like(x)
-    for k, number in reversed(list(enumerate(exact.bernoulli(count + 1)))[1:]):
+    for k in range(count, 0, -1):
         rising = Fraction(math.prod(range(s, s + 2 * k - 1)), math.factorial(2 * k))
-        rest = rest * square + like(x, number * rising / start ** (2 * k - 1))
+        rest = rest * square + like(x, exact.bernoulli(k) * rising / start ** (2 * k - 1))
     return total + _scaled_power(last, s) * (last / (s - 1) + 0.5 + inverse * rest)
 
 
@@ -336,7 +336,7 @@ def _radians_to_degrees(x: Tensor) -> Tensor:
 @in_longer
 def _mvlgamma(x: Tensor, p: int) -> Tensor:
     halves = torch.arange(1 - p, 1, dtype=x.dtype, device=x.device) / 2
-    rest = like(x, Fraction(p * (p - 1), 4) * exact.log_of_pi(_bits_of(x)))
+    rest = like(x, Fraction(p * (p - 1), 4) * exact.log(exact.pi(_bits_of(x) + 8), _bits_of(x)))
     return torch.lgamma(x.unsqueeze(-1) + halves).sum(-1) + rest
 
 

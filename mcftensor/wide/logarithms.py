@@ -14,7 +14,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.base_types import BASES, Base
 from mcftensor.wide import exact_constants as exact
 from mcftensor.wide import exponentials
 from mcftensor.wide.exponentials import bits_of, bounded, limit_of, one
@@ -33,7 +33,6 @@ from mcftensor.wide.guarded import (
     polynomial,
     precision_of,
     scaled,
-    series,
     sqrt,
     sub,
     times,
@@ -51,6 +50,10 @@ _INVERSES = [Fraction(round(Fraction(256 * 32, i)), 256) for i in range(16, 48)]
 _LOG2_S2 = 2 * math.log2((1 / 45 + 1 / 256) / 2)
 
 
+def _coefficient(k: int, base: Base, terms: int) -> list[Fraction]:
+    return [Fraction(2, 2 * k + 1)]
+
+
 @functools.lru_cache(maxsize=16)
 def _table(bits: int) -> list[Fraction]:
     return [-exact.log(c, bits) for c in _INVERSES]
@@ -61,7 +64,7 @@ def parts(u: Terms, terms: int, near: Terms | None = None) -> tuple[Terms, Tenso
 
     If u = 1 + near and near is small, the result is computed from near.
     """
-    m, p = terms + 1, precision_of(u[0])
+    m = terms + 1
     k = exponent_of(u[0])
     f = scaled(u, -k)
     is_large = f[0] > math.sqrt(2)
@@ -76,9 +79,7 @@ def parts(u: Terms, terms: int, near: Terms | None = None) -> tuple[Terms, Tenso
     if near is not None:
         z = where(near[0].abs() < _NEAR, near, z)
     s = div(z, add(add(one(c), one(c), 1), z, m), m)
-    wanted = terms * p + SPARE
-    taylor = series(lambda i: Fraction(2, 2 * i + 1), _LOG2_S2, wanted)
-    value = mul(s, polynomial(mul(s, s, m), taylor, _LOG2_S2, terms), m)
+    value = mul(s, polynomial(mul(s, s, m), _coefficient, _LOG2_S2, terms), m)
     return add(chosen(_table(bits_of(c, terms)), bits, m, c), value, m), k
 
 
@@ -90,7 +91,7 @@ def natural(u: Terms, terms: int, near: Terms | None = None) -> Terms:
 
 def with_power(rest: Terms, k: Tensor, terms: int) -> Terms:
     """rest + k log(2)."""
-    log_2 = constants(exact.log_2(bits_of(k, terms)), terms + 1, k)
+    log_2 = constants(exact.log(2, bits_of(k, terms)), terms + 1, k)
     return add(mul((k,), log_2, terms + 1), rest, terms + 1)
 
 
@@ -151,18 +152,18 @@ def of_size(x: Terms, terms: int) -> Terms:
 
 def log(x: Terms) -> Terms:
     """The natural logarithm."""
-    return _log(x, exact.log_2(bits_of(x[0], len(x))), Fraction(1))
+    return _log(x, exact.log(2, bits_of(x[0], len(x))), Fraction(1))
 
 
 def log2(x: Terms) -> Terms:
     """The logarithm to base 2."""
-    return _log(x, Fraction(1), 1 / exact.log_2(bits_of(x[0], len(x))))
+    return _log(x, Fraction(1), 1 / exact.log(2, bits_of(x[0], len(x))))
 
 
 def log10(x: Terms) -> Terms:
     """The logarithm to base 10."""
     bits = bits_of(x[0], len(x))
-    return _log(x, exact.log_2(bits) / exact.log_10(bits), 1 / exact.log_10(bits))
+    return _log(x, exact.log(2, bits) / exact.log(10, bits), 1 / exact.log(10, bits))
 
 
 def of_one_plus(w: Terms, terms: int) -> Terms:

@@ -6,16 +6,15 @@ The remainder of pi x is pi times that of x, which is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic.base_types import Base
 from mcftensor.wide import exact_constants as exact
 from mcftensor.wide.exponentials import bits_of, one
 from mcftensor.wide.guarded import (
-    SPARE,
     Terms,
     constants,
     div,
@@ -25,7 +24,6 @@ from mcftensor.wide.guarded import (
     neg,
     polynomial,
     precision_of,
-    series,
     size_of,
     sub,
     where,
@@ -35,8 +33,8 @@ from mcftensor.wide.large_arguments import without_quarters
 _LOG2_R2 = 2 * math.log2(0.79)
 
 
-def _coefficient(odd: int) -> Callable[[int], Fraction]:
-    return lambda k: Fraction((-1) ** k, math.factorial(2 * k + odd))
+def _sine_and_cosine(k: int, base: Base, terms: int) -> list[Fraction]:
+    return [Fraction((-1) ** k, math.factorial(2 * k + odd)) for odd in (1, 0)]
 
 
 def _remainder(x: Terms) -> tuple[Terms, Tensor]:
@@ -47,10 +45,7 @@ def _remainder(x: Terms) -> tuple[Terms, Tensor]:
 def of_remainder(r: Terms, is_cosine: Tensor, terms: int) -> Terms:
     """The sine of a remainder, or its cosine where `is_cosine` is set."""
     m = terms + 1
-    bits = terms * precision_of(r[0]) + SPARE
-    cosine = series(_coefficient(0), _LOG2_R2, bits)
-    sine = [_coefficient(1)(k) for k in range(len(cosine))]
-    value = polynomial(mul(r, r, m), sine, _LOG2_R2, terms, cosine, is_cosine)
+    value = polynomial(mul(r, r, m), _sine_and_cosine, _LOG2_R2, terms, is_cosine)
     return mul(value, where(is_cosine, one(r[0]), r), m)
 
 
