@@ -45,12 +45,12 @@ from mcftensor.dispatch.operands import (
 )
 from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.storage_formats import plain_numbers
+from mcftensor.dispatch.system import holds_all
 from mcftensor.dispatch.view_offsets import starts_of_pieces
 from mcftensor.dispatch.write_results import refusal
 from mcftensor.formats import Format, compute_view, movable, unmoved
 from mcftensor.kernels import LOCK
 from mcftensor.kernels.columns import is_bare
-from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.passes.format_conversion import compute_tensor as compute_tensor_of
 from mcftensor.tensor import GradientTensor, MCFTensor, Role
 from mcftensor.tensor.implicit_rounding import note_moved, note_of_leading, rounding
@@ -408,7 +408,7 @@ def _rounded(x: MCFTensor, dtype: torch.dtype) -> Tensor:
     """Return numbers as a plain tensor: rounded once, or, as integers, without their fractions."""
     if dtype.is_floating_point:
         return x._collapsed(dtype)
-    if not dtype.is_complex and (x._format.exceeds_float64 or not has_float64(x.device)):
+    if not dtype.is_complex and not holds_all(x):
         return _as_integers(x, dtype)
     return x._collapsed(torch.float64).to(dtype)
 
