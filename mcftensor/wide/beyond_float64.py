@@ -144,7 +144,18 @@ def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> 
     return total if keepdim else total.squeeze(dim) if dim is not None else total.reshape(())
 
 
+_PAIRS = 1 << 22
+"""Numbers at a time in the differences of all pairs of rows."""
+
+
+def _halves(x: Tensor, y: Tensor) -> list[int]:
+    """Return the row at which the first operand of `torch.cdist` is divided, if it is too large."""
+    return [x.shape[-2] // 2] if x.numel() * y.shape[-2] > _PAIRS and x.shape[-2] > 1 else []
+
+
 def _cdist(x: Tensor, y: Tensor, p: float, mode: int | None = None) -> Tensor:
+    if half := _halves(x, y):
+        return torch.cat([_cdist(part, y, p) for part in x.tensor_split(half, -2)], -2)
     return _norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, -1)
 
 
@@ -165,6 +176,9 @@ def _slopes(differences: Tensor, p: float, distances: Tensor) -> Tensor:
 
 
 def _cdist_backward(grad: Tensor, x: Tensor, y: Tensor, p: float, distances: Tensor) -> Tensor:
+    if half := _halves(x, y):
+        parts = zip(*(z.tensor_split(half, -2) for z in (grad, x, distances)), strict=True)
+        return torch.cat([_cdist_backward(a, b, y, p, c) for a, b, c in parts], -2)
     slopes = _slopes(x.unsqueeze(-2) - y.unsqueeze(-3), p, distances)
     return _sum(slopes * grad.unsqueeze(-1), [-2])
 
@@ -273,7 +287,6 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "baddbmm": added(matrix_products.multiplied),  # torch.baddbmm
     "addmv": added(matrix_products.mv),  # torch.addmv
     "addbmm": added(lambda x, y: _sum(matrix_products.multiplied(x, y), 0)),  # torch.addbmm
-    "addr": added(lambda x, y: x.unsqueeze(1) * y.unsqueeze(0)),  # torch.addr
     "_trilinear": in_longer(_trilinear),  # F.bilinear
     "convolution": convolutions.convolution,  # F.conv1d, F.conv_transpose2d
     "convolution_backward": convolutions.convolution_backward,  # their gradients
