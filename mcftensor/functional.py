@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mcftensor import wings
-from mcftensor.dispatch import own_functions
 from mcftensor.dispatch.operands import common_format, common_role, expansions
 from mcftensor.kernels.without_float64 import is_long_int, widest
+from mcftensor.operators import own_functions
 from mcftensor.tensor.tensor import number_in
 
 if TYPE_CHECKING:
