@@ -137,7 +137,6 @@ ALGORITHMS = _by_name(
     aten.addr.default,  # torch.addr
     aten.index_add.default,  # x.index_add, gradients of x.index_select
     aten.unfold_backward.default,  # gradients of x.unfold
-    aten._adaptive_avg_pool2d.default,  # F.adaptive_avg_pool2d
     aten.max_pool2d_with_indices_backward.default,  # gradients of F.max_pool2d
     aten.reflection_pad1d_backward.default,  # gradients of F.pad
     aten.reflection_pad2d_backward.default,

@@ -1,8 +1,9 @@
-"""Logarithms and powers, on guarded expansions.
+"""Logarithms, powers and the cube root, on guarded expansions.
 
 x = 2^k f with f between the square roots of 1/2 and 2. A table gives a short float c near 1 / f, so
 that z = c f - 1 is below 2^-5. Then log(x) = k log(2) - log(c) + 2 atanh(z / (2 + z)), and the last
 part is a power series. Near x = 1, k = 0 and c = 1, so the relative error does not grow there.
+A cube root is a polynomial, then a step of Halley's method, then a term a step.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from mcftensor.wide.guarded import (
     polynomial,
     precision_of,
     scaled,
+    size_of,
     sqrt,
     sub,
     times,
@@ -256,3 +258,34 @@ def pow(x: Terms, y: Terms) -> Terms:
     is_one = (exponent == 0) | (is_unit & ((base == 1) | (exponent.abs() == torch.inf)))
     value = where(is_one, one(base), value)
     return finish(value, terms, torch.where(is_one, 1.0, plain))
+
+
+_FIRST = (0.497878, 0.713062, -0.265975, 0.060854, -0.005487)
+"""A polynomial with a relative error of 2^-9 on [1/2, 4]. Halley's method cubes the error."""
+
+
+def cube_root(x: Terms) -> Terms:
+    """The cube root, with the sign of x."""
+    terms, leading = len(x), x[0]
+    m, base = terms + 1, BASES[leading.dtype]
+    is_ordinary = torch.isfinite(leading) & (leading != 0)
+    size = where(is_ordinary, size_of(x), one(leading))
+    lift = base.max_exponent // 12  # of the root, for numbers near the smallest
+    is_tiny = size[0] < 2.0 ** (base.precision - base.max_exponent)
+    size = where(is_tiny, times(size, 8.0**lift), size)
+    k, _ = to_integer(exponent_of(size[0]) * (1 / 3))
+    size = scaled(size, -3.0 * k)
+    root = torch.zeros_like(leading)
+    for c in reversed(_FIRST):
+        root = root * size[0] + c
+    for _ in range(2):
+        cube = root * root * root
+        root = root * ((cube + 2 * size[0]) / (2 * cube + size[0]))
+    slope = 3 * root * root
+    value: Terms = (root,)
+    for _ in range(terms):
+        rest = sub(size, mul(mul(value, value, m), value, m), m)
+        value = gathered([*value, rest[0] / slope], len(value) + 1)
+    value = scaled(value, k - torch.where(is_tiny, float(lift), 0.0))
+    value = where(leading < 0, neg(value), value)
+    return finish(value, terms, torch.where(is_ordinary, value[0], leading))

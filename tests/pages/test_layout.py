@@ -34,7 +34,7 @@ BUDGETS = {
     "tensor": 3300,
     "tools": 1990,
     "training": 2980,
-    "wide": 5540,
+    "wide": 5460,
 }
 """Lines of a folder. Whoever exceeds one makes another part shorter, or says why in a commit."""
 
