@@ -29,7 +29,6 @@ from mcftensor.wide import (
     decompositions,
     elementary,
     linear_algebra,
-    matrix_functions,
     products,
     random_numbers,
     scattering,
@@ -319,8 +318,8 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "linalg_lstsq": linear_algebra.lstsq,  # torch.linalg.lstsq
     "_linalg_eigh": linear_algebra.eigh,  # torch.linalg.eigh, eigvalsh
     "_linalg_svd": linear_algebra.svd,  # torch.linalg.svd, svdvals, cond
-    "linalg_pinv": matrix_functions.pinv,  # torch.linalg.pinv
-    "linalg_matrix_exp": matrix_functions.matrix_exp,  # torch.linalg.matrix_exp
+    "linalg_pinv": linear_algebra.pinv,  # torch.linalg.pinv
+    "linalg_matrix_exp": linear_algebra.matrix_exp,  # torch.linalg.matrix_exp
     "allclose": lambda *args, **kwargs: bool(torch.isclose(*args, **kwargs).all()),  # x.allclose
     **scattering.ALGORITHMS,  # x.index_add, gradients of F.max_pool2d
     **decompositions.ALGORITHMS,  # nn.LayerNorm, F.mse_loss

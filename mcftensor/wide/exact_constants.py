@@ -66,6 +66,11 @@ def log(x: Fraction | int, bits: int) -> Fraction:
     return value("log", bits, x)
 
 
+def log_2(bits: int) -> Fraction:
+    """log(2)."""
+    return log(2, bits)
+
+
 def sqrt(x: Fraction | int, bits: int) -> Fraction:
     """The square root."""
     return value("sqrt", bits, x)
