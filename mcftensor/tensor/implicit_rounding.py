@@ -295,7 +295,10 @@ _COPIES = 4  # small changes of the same memory that make a line an update
 _OTHERS = 8  # copies that are no small changes, after which a line is examined less often
 _SMALL = 2.0**-5  # a small change, relative to the element
 _PLUMBING = (
-    *(f"{_FOLDERS[1]}{folder}{os.sep}" for folder in ("tensor", "dispatch", "kernels")),
+    *(
+        f"{_FOLDERS[1]}{folder}{os.sep}"
+        for folder in ("tensor", "dispatch", "operators", "kernels")
+    ),
     *(f"{_FOLDERS[0]}{file}" for file in ("_ops.py", "_tensor.py")),
 )
 
