@@ -28,7 +28,7 @@ BUDGETS = {
     "passes": 2350,
     "patches": 2300,
     "reproducible": 3100,
-    "scaling": 3000,
+    "scaling": 2765,
     "serving": 1200,
     "sums": 400,
     "tensor": 3300,
