@@ -210,33 +210,32 @@ def from_terms(
         >>> mcf.checkpoint.from_terms({"x": hi, "x.bf16x2.term1": lo, "y": hi})["x"]
         MCFTensor([1.0020, 2.0000], format=bf16x2)
     """
-    return joined(terms, tails, verify)
+    return {
+        name: joined(terms, names, tails, verify) for name, names in names_of_terms(terms).items()
+    }
 
 
 def joined(
-    terms: Mapping[Any, Any], tails: bool, verify: bool, known: bool = False
-) -> dict[Any, Any]:
-    """Join terms as `from_terms`, without checks of terms that are known to be unchanged."""
-    state_dict: dict[Any, Any] = {}
-    for name, names in names_of_terms(terms).items():
-        x = terms[name]
-        format = format_said(names)
-        if format is not None:
-            whole = {name: x} | {n: terms[n] for n in names[1:]}
-            told = whole.pop(f"{name}.{format.name}.{_SUM}", None)
-            writes = whole.pop(f"{name}.{format.name}.{_WRITES}", None)
-            writes = writes if format.rounding == "balanced" else None
-            stored = list(whole.values())
-            parts, misfits = _components(name, stored, writes, format, tails, known)
-            if verify and tails and not known:
-                _require_unchanged(name, format, parts, misfits, told)
-            if writes is not None:
-                writes = moved(writes.to(parts[0].device), place_of(x))
-            x = placed_like(x, MCFTensor.of(parts, format, writes=writes))
-        elif isinstance(x, Mapping):
-            x = joined(x, tails, verify, known)
-        state_dict[name] = x
-    return state_dict
+    terms: Mapping[Any, Any], names: Sequence[Any], tails: bool, verify: bool, known: bool = False
+) -> Any:
+    """Return the number whose terms have these names, as `from_terms` does.
+
+    Terms that are known to be unchanged are not checked.
+    """
+    name, x = names[0], terms[names[0]]
+    format = format_said(names)
+    if format is None:
+        return from_terms(x, tails=tails, verify=verify) if isinstance(x, Mapping) else x
+    whole = {name: x} | {n: terms[n] for n in names[1:]}
+    told = whole.pop(f"{name}.{format.name}.{_SUM}", None)
+    writes = whole.pop(f"{name}.{format.name}.{_WRITES}", None)
+    writes = writes if format.rounding == "balanced" else None
+    parts, misfits = _components(name, list(whole.values()), writes, format, tails, known)
+    if verify and tails and not known:
+        _require_unchanged(name, format, parts, misfits, told)
+    if writes is not None:
+        writes = moved(writes.to(parts[0].device), place_of(x))
+    return placed_like(x, MCFTensor.of(parts, format, writes=writes))
 
 
 def _count_of(x: Tensor) -> Tensor:
