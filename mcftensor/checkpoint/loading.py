@@ -19,7 +19,6 @@ from mcftensor.checkpoint.open_checkpoint import IN_FOLDERS, opened
 from mcftensor.checkpoint.safetensors_files import index_of
 from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, ties
 from mcftensor.checkpoint.torch_optimizers import add_stored, load_states, state_dict_for
-from mcftensor.patches.table import calls
 from mcftensor.tensor.components import any_format_of
 from mcftensor.wings import wing_or_none
 
@@ -219,6 +218,3 @@ def _tie(state_dict: dict[str, Tensor], names: list[str], path: Path) -> None:
                 f"load_file: {first} and {name} are tied in the model, and differ in {path}"
             )
     state_dict.update(dict.fromkeys(names, x))
-
-
-calls.when_resumed = lambda part, folder: load_file(folder, part)
