@@ -23,7 +23,7 @@ from mcftensor.checkpoint.state_dicts import (
     stored_components,
     tail_names,
 )
-from mcftensor.dispatch.collectives import carried
+from mcftensor.operators.collectives import carried
 from mcftensor.patches.table import by_name, patch
 from mcftensor.tensor.components import format_of, local, on_local
 from mcftensor.tensor.dtensor import place_of

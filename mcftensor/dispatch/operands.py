@@ -256,6 +256,13 @@ def plainly(x: Tensor, dtype: torch.dtype) -> Tensor:
     return collapse([x], PLAIN[x.dtype].name, dtype)
 
 
+def template(x: MCFTensor) -> Tensor:
+    """Return a plain tensor with the layout and dtype of x."""
+    if x._component0.dtype == x._format.dtype:
+        return x._component0
+    return torch.empty_like(x._component0, dtype=x._format.dtype)
+
+
 def value_of(x: Tensor, format: Format, operands: Sequence[MCFTensor] = ()) -> MCFTensor:
     """Return a plain tensor as a value of a format, with the rounding of the format.
 

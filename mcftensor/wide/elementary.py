@@ -24,8 +24,8 @@ from mcftensor.dispatch.operands import (
     stored_in,
     value_of,
 )
-from mcftensor.dispatch.own_functions import by_formula
 from mcftensor.formats import Format
+from mcftensor.operators.own_functions import by_formula
 from mcftensor.passes.operators import FUNCTIONS, Number, Operator
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import exact_constants as exact

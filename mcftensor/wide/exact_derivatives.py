@@ -24,8 +24,8 @@ from mcftensor.dispatch.derivatives import (
     given_by_name,
 )
 from mcftensor.dispatch.operands import is_wrapped, stored_in
-from mcftensor.dispatch.own_functions import by_formula
 from mcftensor.formats import Format, named
+from mcftensor.operators.own_functions import by_formula
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import beyond_float64
 from mcftensor.wide import exact_constants as exact

@@ -10,7 +10,6 @@ from torch import Tensor
 from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.evaluate import Lists, evaluate_rows, evaluate_rows_into
-from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import (
     are_lifted,
     common_role,
@@ -22,8 +21,9 @@ from mcftensor.dispatch.operands import (
     value_of,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Shortcut, implements, register_forms
+from mcftensor.dispatch.system import WIDE
 from mcftensor.formats import named
-from mcftensor.kernels.without_float64 import PAIR, has_float64, widest
+from mcftensor.kernels.without_float64 import PAIR, widest
 from mcftensor.passes.operators import OPERATORS
 from mcftensor.tensor.implicit_rounding import rounding
 from mcftensor.tensor.step_context import current_step, is_unwatched
@@ -177,7 +177,7 @@ def _add_sparse(target: MCFTensor, source: Tensor, alpha: Any) -> MCFTensor:
     Rows of the same place are summed first, exactly except for rounding in float64, or in two
     float32 terms without it.
     """
-    if has_float64(target.device):
+    if widest(target.device) == WIDE:
         source = source.to(WIDE).coalesce()
         places, values = tuple(source.indices()), source.values()
         rows = target[places] if places else target.clone()
