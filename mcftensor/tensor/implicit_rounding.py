@@ -186,7 +186,7 @@ def narrowing(operation: str, formats: Mapping[str, tuple[Format, Format]]) -> N
         operation: its name.
         formats: the format of each expansion and the one that it is rounded to.
     """
-    if not formats or _thread.action == "ignore" or torch.compiler.is_dynamo_compiling():
+    if _thread.action == "ignore" or torch.compiler.is_dynamo_compiling():
         return
     name, (its, own) = next(iter(formats.items()))
     others = f" and {len(formats) - 1} more" if len(formats) > 1 else ""
