@@ -16,9 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mcftensor.arithmetic.write_counts import moved
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
-from mcftensor.dispatch.collectives import carried
 from mcftensor.formats import Format
 from mcftensor.kernels.program import PATTERNS
+from mcftensor.operators.collectives import carried
 from mcftensor.patches.table import calls
 from mcftensor.tensor.components import (
     any_format_of,

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcftensor.dispatch.collectives import carried, require_one_format
 from mcftensor.dispatch.operands import name_counts
+from mcftensor.operators.collectives import carried, require_one_format
 from mcftensor.patches.optimizers import parameters_of
 from mcftensor.patches.table import by_name, calls, row
 from mcftensor.tensor import MCFTensor

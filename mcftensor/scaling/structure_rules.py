@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.dispatch.operands import refusal
 from mcftensor.dispatch.registry import TABLE
-from mcftensor.dispatch.structure import move_elements
-from mcftensor.dispatch.write_results import refusal
 from mcftensor.formats.moving import move_component
 from mcftensor.kernels.columns import on_device
+from mcftensor.operators.structure import move_elements
 from mcftensor.scaling.exponents import ANY, largest
 from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled import ScaledTensor, data_of, is_all, is_scaled, made_of

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.operands import expansions, mapped, stored_in, value_of
-from mcftensor.dispatch.write_results import assign, refusal, written_to
+from mcftensor.dispatch.operands import expansions, mapped, refusal, stored_in, value_of
+from mcftensor.dispatch.schemas import written_to
+from mcftensor.dispatch.store import assign
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import (

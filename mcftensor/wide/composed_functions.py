@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import expansions, stored_in
+from mcftensor.dispatch.system import WIDE
 from mcftensor.dispatch.torch_functions import OF_TORCH_2_13
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import exact_constants as exact

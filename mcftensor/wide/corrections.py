@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.in_float64 import WIDE, evaluated
 from mcftensor.dispatch.operands import expansions, leaves, mapped, named_arguments
 from mcftensor.dispatch.rounded_arguments import WidenedArguments, are_rests, places_of_rests
+from mcftensor.dispatch.system import WIDE, evaluated
 from mcftensor.formats import Format
 from mcftensor.passes.format_conversion import rest_of
 from mcftensor.tensor import MCFTensor

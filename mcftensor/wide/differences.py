@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.in_float64 import evaluated
 from mcftensor.dispatch.operands import expansions, mapped, stored_in
+from mcftensor.dispatch.system import evaluated
 from mcftensor.formats import Format
 from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor import MCFTensor

@@ -18,14 +18,9 @@ from torch import Tensor
 
 from mcftensor.arithmetic import special_functions
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.dispatch.operands import (
-    expansions,
-    mapped,
-    stored_in,
-    value_of,
-)
-from mcftensor.dispatch.own_functions import by_formula
+from mcftensor.dispatch.operands import expansions, mapped, stored_in, value_of
 from mcftensor.formats import Format
+from mcftensor.operators.own_functions import by_formula
 from mcftensor.passes.operators import FUNCTIONS, Number, Operator
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import exact_constants as exact

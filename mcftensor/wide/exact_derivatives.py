@@ -23,9 +23,10 @@ from mcftensor.dispatch.derivatives import (
     functions,
     given_by_name,
 )
-from mcftensor.dispatch.operands import is_wrapped, stored_in
-from mcftensor.dispatch.own_functions import by_formula
+from mcftensor.dispatch.operands import stored_in
 from mcftensor.formats import Format, named
+from mcftensor.kernels.columns import is_wrapped
+from mcftensor.operators.own_functions import by_formula
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import beyond_float64
 from mcftensor.wide import exact_constants as exact

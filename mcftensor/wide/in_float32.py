@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from mcftensor.dispatch.default_handler import PRECISION_OF_FLOAT32, in_machine_type
+from mcftensor.dispatch.default_handler import in_machine_type
 from mcftensor.dispatch.operands import value_of
-from mcftensor.dispatch.write_results import written_to
+from mcftensor.dispatch.schemas import written_to
+from mcftensor.dispatch.system import PRECISION_OF_FLOAT32
 from mcftensor.formats import Format
 from mcftensor.kernels.without_float64 import without
 from mcftensor.tensor import MCFTensor

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mcftensor"
-DISPATCH = PACKAGE / "dispatch"
+HANDLERS = [path for x in ("dispatch", "operators") for path in (PACKAGE / x).glob("*.py")]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted(x.parent for x in PACKAGE.glob("*/**/__init__.py"))
 
@@ -20,10 +20,11 @@ BUDGETS = {
     "arithmetic": 2050,
     "bridge": 1300,
     "checkpoint": 2800,
-    "dispatch": 6600,
+    "dispatch": 4400,
     "formats": 1950,
     "kernels": 4150,
     "meters": 1550,
+    "operators": 2280,
     "passes": 2350,
     "patches": 2300,
     "reproducible": 3100,
@@ -38,7 +39,7 @@ BUDGETS = {
 """Lines of a folder. Whoever exceeds one makes another part shorter, or says why in a commit."""
 
 AXES = {
-    "has_float64": 34,
+    "has_float64": 8,
     "is_bare|is_compiling|is_transformed": 26,
     r"_role\b|common_role": 21,
     r"\.shared\b|is_shared": 32,
@@ -137,9 +138,9 @@ def test_few_modules_stand_at_the_top():
     )
 
 
-@pytest.mark.parametrize("module", sorted(path.stem for path in DISPATCH.glob("*.py")))
-def test_each_entry_names_its_caller(module):
-    source = _text(module)
+@pytest.mark.parametrize("path", sorted(HANDLERS), ids=lambda path: path.stem)
+def test_each_entry_names_its_caller(path):
+    source = path.read_text()
     comments, headings = _comments(source)
     missing = [
         ast.unparse(entry)
@@ -148,10 +149,6 @@ def test_each_entry_names_its_caller(module):
         and not headings.intersection(range(call.lineno, entry.lineno))
     ]
     assert missing == []
-
-
-def _text(module: str) -> str:
-    return (DISPATCH / f"{module}.py").read_text()
 
 
 def _entries(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.expr]]:

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.noise import draw_key
-from mcftensor.dispatch.operands import (
-    component_columns,
-    count_write,
-    first_count,
-)
+from mcftensor.dispatch.operands import component_columns, first_count
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, implements
+from mcftensor.dispatch.store import count_write
 from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import require_one_base
 from mcftensor.kernels.columns import is_bare, places_of
