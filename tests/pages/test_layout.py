@@ -22,7 +22,7 @@ BUDGETS = {
     "checkpoint": 2880,
     "dispatch": 4400,
     "formats": 1950,
-    "kernels": 4150,
+    "kernels": 4200,
     "meters": 1550,
     "operators": 2280,
     "passes": 2350,
