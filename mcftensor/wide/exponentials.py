@@ -69,7 +69,7 @@ def expm1_of_rest(rest: Terms, bits: Tensor, terms: int) -> Terms:
     """2^(j / 16) exp(rest) - 1."""
     x, m = rest[0], terms + 1
     q = mul(rest, polynomial(rest, _coefficient, _LOG2_R, terms), m)
-    table = [exact.value("power", bits_of(x, terms), 2, Fraction(j, 16)) - 1 for j in range(-8, 8)]
+    table = [exact.root_of_power(j, 4, bits_of(x, terms)) - 1 for j in range(-8, 8)]
     d = chosen(table, bits, m, x)
     return add(d, add(q, mul(d, q, m), m), m)
 
