@@ -133,10 +133,7 @@ def from_all_terms(numbers: WidenedArguments, result: Any) -> Any:
     if are_rests(numbers.rests.values()):
         return by_algorithm(func, longer_format((args, kwargs)), *args, **kwargs)
     if is_spread and all(x.numel() for x in numbers.of.values()):
-        given = named_arguments(func, args, kwargs)
-        return _below_largest(
-            func, mapped(lambda x: numbers.enter(x) if _is_float(x) else x, given)
-        )
+        return _below_largest(func, numbers)
     return result
 
 
