@@ -28,7 +28,7 @@ def _coefficient(k: int, base: Base, terms: int) -> list[Fraction]:
 
 @functools.lru_cache(maxsize=16)
 def _table(bits: int) -> list[Fraction]:
-    return [exact.value("atan", bits, Fraction(i, 16)) for i in range(16)]
+    return [exact.atan(Fraction(i, 16), bits) for i in range(16)]
 
 
 def _angle(y: Guarded, x: Guarded, is_left: Tensor) -> Guarded:

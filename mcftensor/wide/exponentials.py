@@ -57,7 +57,7 @@ def _coefficient(k: int, base: Base, terms: int) -> list[Fraction]:
 def expm1_of_rest(rest: Guarded, bits: Tensor) -> Guarded:
     """2^(j / 16) exp(rest) - 1."""
     q = rest * polynomial(rest, _coefficient, _LOG2_R)
-    table = [exact.value("power", rest.bits, 2, Fraction(j, 16)) - 1 for j in range(-8, 8)]
+    table = [exact.root_of_power(j, 4, rest.bits) - 1 for j in range(-8, 8)]
     d = rest.chosen(table, bits)
     return d + (q + d * q)
 

@@ -107,7 +107,7 @@ def _reflected(x: Guarded) -> tuple[Guarded, Tensor, Guarded, Tensor]:
 def _at_one(k: int, base: Base, terms: int) -> list[Fraction]:
     """The coefficient of z^(k + 1) in lgamma(1 + z)."""
     bits = (terms + 1) * base.precision + 32
-    number = exact.value("zeta", bits, k + 1) if k else -exact.value("digamma", bits, 1)
+    number = exact.zeta(k + 1, bits) if k else exact.hurwitz(1, Fraction(1), bits)
     return [number * (-1) ** (k + 1) / (k + 1)]
 
 
@@ -176,7 +176,7 @@ def gamma_of(x: Guarded) -> Result:
 def _at_root(k: int, base: Base, terms: int) -> list[Fraction]:
     """The coefficient of z^(k + 1) in digamma(root + z)."""
     root, bits = _root(base, terms), (terms + 1) * base.precision + 32
-    return [(-1) ** k * exact.value("zeta", bits, k + 2, root)]
+    return [(-1) ** k * exact.hurwitz(k + 2, root, bits)]
 
 
 def _root(base: Base, terms: int) -> Fraction:
