@@ -111,7 +111,7 @@ def homogeneous(
         return tuple(map(as_number, made)) if isinstance(made, tuple) else as_number(made)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _places_of_numbers(operator: Any) -> list[int]:
     names = ("self", "other", "src", "source", "min", "max")
     return [i for i, x in enumerate(operator._schema.arguments) if x.name in names]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.dispatch.operands import refusal
 from mcftensor.dispatch.registry import TABLE
-from mcftensor.dispatch.write_results import refusal
 from mcftensor.formats.moving import move_component
 from mcftensor.kernels.columns import on_device
 from mcftensor.operators.structure import move_elements
