@@ -108,21 +108,24 @@ def _rsqrt(x: Any) -> Unrounded:
 @rule(aten.pow.Tensor_Scalar)
 def _pow(x: Any, exponent: float) -> Unrounded:
     """Integer powers from 1 to 4 multiply the exponent; others are computed in float32."""
-    if exponent == int(exponent) and 0 < exponent <= 4:
-        return Unrounded(number(x).mantissa.pow(exponent), x.exponent * int(exponent))
-    return Unrounded(number(x).plain().pow(exponent), 0, "by size")
+    a = number(x)
+    if exponent in (1, 2, 3, 4):
+        return Unrounded(a.mantissa.pow(exponent), a.exponent * int(exponent))
+    return Unrounded(a.plain().pow(exponent), 0, "by size")
 
 
 @rule(aten.clamp.default, aten.clamp_min.default)
 def _clamp(x: Any, min: float | None = None, max: float | None = None) -> Unrounded:
     """Clamp the data at the limits in its units, such as the factor of `clip_grad_norm_`."""
     a = number(x)
-    limits = [
-        None if y is None else Unrounded(torch.tensor(y, device="cpu"), -a.exponent).plain()
-        for y in (min, max)
-    ]
-    on_its_device = [None if y is None else on_device(y, x.device) for y in limits]
-    return Unrounded(a.mantissa.clamp(*on_its_device), a.exponent, "by size")
+
+    def limit(y: float | None) -> Tensor | None:
+        if y is None:
+            return None
+        own = Unrounded(torch.tensor(y, device="cpu"), -a.exponent).plain()
+        return on_device(own, a.mantissa.device)
+
+    return Unrounded(a.mantissa.clamp(limit(min), limit(max)), a.exponent, "by size")
 
 
 rule(aten.clamp_max.default)(lambda x, max: _clamp(x, None, max))

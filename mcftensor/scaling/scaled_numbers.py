@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -220,7 +219,10 @@ def aligned(operands: Sequence[Any]) -> tuple[Exponent, list[Unrounded]]:
         numbers = [close(x) if x.exponent > least + FAR else x for x in numbers]
     elif len(exponents) > 1:
         numbers = [close(x) if x.mantissa.dim() else x for x in numbers]
-    return functools.reduce(largest, [x.exponent for x in numbers]), numbers
+    s: Exponent = ANY
+    for x in numbers:
+        s = largest(s, x.exponent)
+    return s, numbers
 
 
 def sum_of(x: Any, y: Any) -> Unrounded:

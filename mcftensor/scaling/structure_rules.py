@@ -237,14 +237,8 @@ def _embedding(weight: Any, indices: Tensor, *unused: Any, **also: Any) -> Unrou
     return Unrounded(torch.embedding(picked.mantissa, indices), picked.exponent)
 
 
-@rule(aten.embedding_dense_backward)
-def _embedding_backward(
-    gradient: Any, indices: Tensor, count: int, padding: int, by: bool
-) -> Unrounded:
-    """Sum one row for each occurrence of a token; their number is not known beforehand."""
-    g = number(gradient)
-    summed = aten.embedding_dense_backward(g.mantissa, indices, count, padding, by)
-    return Unrounded(summed, g.exponent, "by size")
+# One row for each occurrence of a token is summed; their number is not known beforehand.
+homogeneous(aten.embedding_dense_backward, placing="by size")
 
 
 # ----------------------------------------------------------------------- comparisons and queries

@@ -148,22 +148,22 @@ homogeneous(
 )
 
 
-@rule(aten.var.correction, aten.std.correction, takes_operator=True)
-def _spread_of(func: Any, x: Any, dim: Dims = None, **how: Any) -> Unrounded:
-    a = number(x)
-    variance = aten.var.correction(a.mantissa, dim, **how)
-    if func is aten.std.correction:
-        return _of_reduction(Unrounded(variance.sqrt(), a.exponent))
-    return _of_reduction(Unrounded(variance, a.exponent * 2))
-
-
-@rule(aten.var_mean.correction, aten.std_mean.correction, takes_operator=True)
-def _spread_and_mean(
+@rule(
+    *(aten.var.correction, aten.std.correction),
+    *(aten.var_mean.correction, aten.std_mean.correction),
+    takes_operator=True,
+)
+def _spread_of(
     func: Any, x: Any, dim: Dims = None, *, keepdim: bool = False, **how: Any
-) -> tuple[Unrounded, Unrounded]:
-    spread = aten.var if func.overloadpacket is aten.var_mean else aten.std
-    mean = _sum(aten.mean.dim, x, dim or list(range(x.dim())), keepdim)
-    return _spread_of(spread.correction, x, dim, keepdim=keepdim, **how), mean
+) -> Unrounded | tuple[Unrounded, Unrounded]:
+    a, name = number(x), func.overloadpacket.__name__
+    made, degree = aten.var.correction(a.mantissa, dim, keepdim=keepdim, **how), 2
+    if name.startswith("std"):
+        made, degree = made.sqrt(), 1
+    spread = _of_reduction(Unrounded(made, a.exponent * degree))
+    if not name.endswith("mean"):
+        return spread
+    return spread, _sum(aten.mean.dim, x, dim or list(range(x.dim())), keepdim)
 
 
 @rule(aten.norm.ScalarOpt_dim, aten.norm.Scalar)
