@@ -22,24 +22,24 @@ BUDGETS = {
     "checkpoint": 2880,
     "dispatch": 4400,
     "formats": 1950,
-    "kernels": 4150,
+    "kernels": 4200,
     "meters": 1550,
     "operators": 2280,
     "passes": 2350,
     "patches": 1990,
     "reproducible": 3100,
-    "scaling": 3000,
+    "scaling": 2765,
     "serving": 1110,
     "sums": 400,
     "tensor": 3300,
     "tools": 1990,
     "training": 2980,
-    "wide": 5850,
+    "wide": 5600,
 }
 """Lines of a folder. Whoever exceeds one makes another part shorter, or says why in a commit."""
 
 AXES = {
-    "has_float64": 9,
+    "has_float64": 8,
     "is_bare|is_compiling|is_transformed": 26,
     r"_role\b|common_role": 21,
     r"\.shared\b|is_shared": 32,
