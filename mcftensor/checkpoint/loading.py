@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
 from mcftensor.checkpoint.entries import Contents, Request, entries_in
 from mcftensor.checkpoint.open_checkpoint import IN_FOLDERS, opened
-from mcftensor.checkpoint.pickle_checks import require_whole, unpickled
+from mcftensor.checkpoint.pickle_checks import unpickled
 from mcftensor.checkpoint.safetensors_files import Stored, index_of
 from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, ties
 from mcftensor.checkpoint.torch_optimizers import (
@@ -174,9 +174,7 @@ def _add_states(contents: Contents, stored: Stored, path: Path, request: Request
         if beside.suffix == ".safetensors":
             add_own(contents, beside, request)
         else:
-            if request.verify:
-                require_whole(beside)
-            add(contents, unpickled(beside), beside, request)
+            add(contents, unpickled(beside, request.verify), beside, request)
 
 
 # -------------------------------------------------------------------------------- the model
