@@ -118,7 +118,7 @@ def jointly(*operators: Any) -> None:
         return Unrounded(operator.overloadpacket(*operands, **also), s)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _places_of_numbers(operator: Any) -> list[int]:
     names = ("self", "other", "value", "src", "source", "min", "max")
     return [i for i, x in enumerate(operator._schema.arguments) if x.name in names]

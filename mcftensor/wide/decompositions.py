@@ -99,7 +99,6 @@ ALGORITHMS = _by_name(
     aten.nll_loss2d_backward.default,
     aten.relu.default,  # activations of nn
     aten._softmax.default,
-    aten._softmax_backward_data.default,
     aten.native_dropout_backward.default,
     aten.sigmoid_backward.default,
     aten.silu_backward.default,

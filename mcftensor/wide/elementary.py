@@ -268,6 +268,10 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "mvlgamma": _mvlgamma,  # torch.mvlgamma
     # Gradients of the functions of these names.
     "hardsigmoid_backward": in_longer(special_functions.hardsigmoid_backward),
+    # PyTorch decomposes it into a difference of products, which cancels.
+    "_softmax_backward_data": in_longer(
+        lambda grad, y, dim, dtype: y * (grad - (grad * y).sum(dim, keepdim=True))
+    ),
     "_log_softmax_backward_data": in_longer(special_functions.log_softmax_backward),
 }
 """Algorithms by the names of aten operators."""
