@@ -23,7 +23,7 @@ BUDGETS = {
     "dispatch": 6600,
     "formats": 1950,
     "kernels": 4150,
-    "meters": 1550,
+    "meters": 1430,
     "passes": 2350,
     "patches": 2300,
     "reproducible": 3100,
