@@ -11,6 +11,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from mcftensor import checkpoint, errors, exact, formats, functional, meters, wings
+from mcftensor import operators as _operators  # noqa: F401  # registers its handlers
 from mcftensor.arithmetic import eft, networks
 from mcftensor.checkpoint import load_file, save_file
 from mcftensor.convert import as_expansion, as_plain

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mcftensor import wings
-from mcftensor.dispatch import own_functions
 from mcftensor.dispatch.operands import common_format, common_role, expansions
-from mcftensor.kernels.without_float64 import has_float64, is_long_int
+from mcftensor.kernels.without_float64 import is_long_int, widest
+from mcftensor.operators import own_functions
 from mcftensor.tensor.tensor import number_in
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:
     def entered(operand: Tensor | float) -> Tensor:
         if isinstance(operand, Tensor):
             return operand
-        if has_dimensions and has_float64(device) and not is_long_int(operand):
+        if has_dimensions and widest(device) == torch.float64 and not is_long_int(operand):
             return torch.scalar_tensor(operand, dtype=torch.float64, device=device)
         return number_in(operand, format, role, device)
 

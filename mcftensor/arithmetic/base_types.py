@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import widest
 
 
 @dataclass(frozen=True)
@@ -60,4 +60,4 @@ def wider_than(x: Tensor) -> torch.dtype | None:
     None means that there is no such dtype, or that the device lacks it.
     """
     wider = BASES[x.dtype].wider
-    return wider if wider != torch.float64 or has_float64(x.device) else None
+    return wider if wider != torch.float64 or widest(x.device) == wider else None

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.base_types import BASES, NARROW, wider_than
+from mcftensor.arithmetic.base_types import BASES, wider_than
 from mcftensor.arithmetic.rounding import add_odd
 from mcftensor.kernels.custom_ops import empty_terms, inline, opaque
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import widest
 
 
 def same_float_dtype(name: str, *tensors: Tensor) -> torch.dtype:
@@ -245,11 +245,10 @@ def sqrt(a: Tensor) -> Tensor:
         tensor(1.4142)
     """
     dtype = same_float_dtype("sqrt", a)
-    if dtype != torch.float64 and has_float64(a.device):
-        return torch.sqrt(a.to(torch.float64)).to(dtype)
-    if dtype in NARROW:  # float32 has 2p + 2 bits or more, so a second rounding is harmless
-        return _root(a.to(torch.float32)).to(dtype)
-    return _root(a)
+    wide = torch.promote_types(dtype, widest(a.device))
+    if dtype != wide == torch.float64:
+        return torch.sqrt(a.to(wide)).to(dtype)
+    return _root(a.to(wide)).to(dtype)  # a wider type has 2p + 2 bits or more: it rounds once
 
 
 def _root(a: Tensor) -> Tensor:

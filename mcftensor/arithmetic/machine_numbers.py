@@ -20,7 +20,7 @@ from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.arithmetic.network_numbers import Network
 from mcftensor.arithmetic.number_protocol import Floats, Number, Numbers
 from mcftensor.arithmetic.rounding import add_signed, as_floats
-from mcftensor.kernels.without_float64 import Pieces, has_float64
+from mcftensor.kernels.without_float64 import Pieces, widest
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Machine(Numbers):
         Longer inputs are float64 and integers where the machine type is float32.
         """
         entered = []
-        if not has_float64(floats[0].device):
+        if widest(floats[0].device) == torch.float32:
             return Wide([y.to(self.dtype) for x in floats for y in as_floats(x)])
         for x in floats:
             leading = x.to(self.dtype)
@@ -47,7 +47,7 @@ class Machine(Numbers):
 
     def available(self) -> Numbers:
         """Return this kind; without float64, two float32 terms (48 bits) replace float64."""
-        is_available = self.dtype != torch.float64 or has_float64()
+        is_available = self.dtype != torch.float64 or widest() == self.dtype
         return self if is_available else Network(torch.float32, 2)
 
 

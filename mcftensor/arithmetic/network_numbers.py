@@ -12,7 +12,7 @@ from mcftensor.arithmetic import networks, ordering
 from mcftensor.arithmetic.noise import Noise
 from mcftensor.arithmetic.number_protocol import Floats, Number, Numbers
 from mcftensor.arithmetic.rounding import as_floats, split_terms
-from mcftensor.kernels.without_float64 import Pieces, has_float64, pieces
+from mcftensor.kernels.without_float64 import Pieces, pieces, widest
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Terms(Number):
             return x
         leading = self.floats[0]
         kind = Network(leading.dtype, len(self.floats))
-        if not isinstance(x, Pieces | Tensor) and not has_float64(leading.device):
+        if not isinstance(x, Pieces | Tensor) and widest(leading.device) == torch.float32:
             x = pieces(x, leading.device)
         if isinstance(x, Pieces):
             return kind.of(x[:2] if kind == Network(torch.float32, 2) else x)

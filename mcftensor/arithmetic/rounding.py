@@ -10,7 +10,7 @@ from torch import Tensor
 from mcftensor.arithmetic.base_types import BASES, NARROW
 from mcftensor.arithmetic.noise import Noise
 from mcftensor.kernels.custom_ops import opaque
-from mcftensor.kernels.without_float64 import has_float64, widest
+from mcftensor.kernels.without_float64 import widest
 
 
 def add_signed(a: Tensor, b: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def collapse_terms(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return round_to(leading, dtype)
     if dtype == torch.float64:
         return add_signed(leading.to(torch.float64), _sum_odd(tails))
-    if _takes_float64(leading):
+    if torch.promote_types(leading.dtype, widest(leading.device)) == torch.float64:
         return round_to(_sum_odd(terms), dtype)
     nearest, error = _sum_in_float32(terms)
     return nearest if dtype == torch.float32 else _make_odd(nearest, error).to(dtype)
@@ -86,18 +86,13 @@ def _sum_odd(terms: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _takes_float64(term: Tensor) -> bool:
-    """Whether to add in float64: it is there, or the terms are of it."""
-    return term.dtype == torch.float64 or has_float64(term.device)
-
-
 def collapse_odd(terms: Sequence[Tensor]) -> Tensor:
     """The sum of normalized terms in float32, rounded to odd, so it can be rounded once more."""
     if len(terms) == 1:
         terms = as_floats(terms[0])
     if len(terms) == 1 and terms[0].dtype != torch.float64:
         return terms[0].to(torch.float32)
-    if not _takes_float64(terms[0]):
+    if torch.promote_types(terms[0].dtype, widest(terms[0].device)) == torch.float32:
         return _make_odd(*_sum_in_float32(terms))
     total = _sum_odd(terms)
     nearest = total.to(torch.float32)
@@ -172,10 +167,8 @@ def round_to_terms(x: Tensor, base: torch.dtype, terms: int, noise: Noise | None
     rounds onto a tie next to an odd term before it (one in a thousand) leaves that term off by an
     ulp. So the terms are summed, and `peel` splits the sum.
     """
-    if noise is not None and has_float64(x.device):
-        x = x.to(torch.float64)
-    elif x.dtype in NARROW:
-        x = x.to(torch.float32)
+    wide = torch.float32 if noise is None else widest(x.device)
+    x = x.to(torch.promote_types(x.dtype, wide))
     rounded = []
     for _ in range(terms - 1):
         rounded.append(x.to(base))
@@ -214,7 +207,7 @@ def move(x: Tensor, remainder: Tensor, noise: Noise) -> Tensor:
     neighbour = _on_the_side_of(remainder, x, bits + 1, bits - 1).view(x.dtype)
     least = torch.ones_like(bits).view(x.dtype)
     neighbour = torch.where(x == 0, torch.copysign(least, remainder.to(x.dtype)), neighbour)
-    if not has_float64(x.device):
+    if widest(x.device) == torch.float32:
         way = neighbour.to(torch.float32) - x.to(torch.float32)
         return torch.where(noise.is_below(remainder.to(torch.float32) / way), neighbour, x)
     way = neighbour.to(torch.float64) - x.to(torch.float64)

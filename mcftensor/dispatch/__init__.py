@@ -1,4 +1,4 @@
-"""PyTorch's functions and operators on expansions; README.md lists their handlers in order."""
+"""The stages of a call of PyTorch on expansions; README.md lists them in order."""
 
 from __future__ import annotations
 
@@ -12,17 +12,9 @@ from torch._ops import OpOverload
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
-from mcftensor.dispatch import batch_norm as batch_norm
-from mcftensor.dispatch import collectives as collectives
-from mcftensor.dispatch import comparison as comparison
 from mcftensor.dispatch import conversions as conversions
 from mcftensor.dispatch import defer as defer
-from mcftensor.dispatch import elementwise as elementwise
-from mcftensor.dispatch import floor_and_remainder as floor_and_remainder
 from mcftensor.dispatch import format_as_dtype as format_as_dtype
-from mcftensor.dispatch import fused as fused
-from mcftensor.dispatch import powers_of_two as powers_of_two
-from mcftensor.dispatch import structure as structure
 from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.dtype_in_step import narrowly
 from mcftensor.dispatch.foreach import foreach
@@ -32,9 +24,9 @@ from mcftensor.dispatch.inplace_and_out import (
     evaluate_into,
     onto_plain,
 )
-from mcftensor.dispatch.registry import IN_STEP, SHORTCUTS, TABLE, Handler, handler_of
+from mcftensor.dispatch.registry import FAMILIES, IN_STEP, SHORTCUTS, TABLE, Handler, handler_of
+from mcftensor.dispatch.schemas import functional
 from mcftensor.dispatch.torch_functions import WHOLE, evaluate_whole
-from mcftensor.dispatch.write_results import functional
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.step_context import current_step
@@ -122,9 +114,8 @@ def _own_handler(func: Any) -> Handler:
     own = TABLE.get(func) or TABLE.get(func.name())
     if own is None and func.namespace == "prims":
         own = _of_prims(func)
-    if own is None and func.namespace in collectives.NAMESPACES:
-        own = collectives.refuse
-    found = handler_of(func, own, foreach, structure.view)
+    own = own or FAMILIES.get(func.namespace)
+    found = handler_of(func, own, foreach, FAMILIES["view"])
     return found or (by_functional_form if functional(func) else compute)
 
 

@@ -14,7 +14,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 from torch.utils._pytree import tree_map
 
 from mcftensor.dispatch import storage_formats
-from mcftensor.dispatch.in_float64 import evaluated
 from mcftensor.dispatch.operands import (
     common_format,
     expansions,
@@ -22,24 +21,21 @@ from mcftensor.dispatch.operands import (
     leaves,
     mapped,
     plainly,
+    refusal,
     value_of,
     with_leading,
 )
-from mcftensor.dispatch.registry import implements
+from mcftensor.dispatch.registry import Handler, implements
 from mcftensor.dispatch.rounded_arguments import WidenedArguments, is_recorded
-from mcftensor.dispatch.write_results import assign, refusal, written_to
+from mcftensor.dispatch.schemas import written_to
+from mcftensor.dispatch.store import assign
+from mcftensor.dispatch.system import evaluated, system_of
 from mcftensor.formats import Format
-from mcftensor.kernels.without_float64 import has_float64, widest
+from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor import MCFTensor
 from mcftensor.wings import wing
 
 aten = torch.ops.aten
-
-PRECISION = 48
-"""Bits of the longest format that float64 serves; its five other bits cover evaluation errors."""
-
-PRECISION_OF_FLOAT32 = 19
-"""The same for float32, where float64 is not available."""
 
 _OF_TORCH = frozenset({"aten", "prims", "inductor", "quantized", "higher_order"})
 """Namespaces of operators that compute the same in every floating dtype, whatever they write to."""
@@ -68,13 +64,30 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
         )
         raise refusal(func, found, reason)
     format = common_format(str(func), found)
-    if format.arithmetic == "numbers":
-        return storage_formats.on_numbers(func, args, kwargs)
-    if format.precision > PRECISION:
-        return wing("wide").by_algorithm(func, format, *args, **kwargs)
-    if not has_float64(found[0].device):
-        return wing("wide").in_float32_terms(func, format, found, args, kwargs)
-    return in_machine_type(func, format, found, args, kwargs)
+    match system_of(format, found[0].device):
+        case "stored":
+            return storage_formats.on_numbers(func, args, kwargs)
+        case "terms":
+            return wing("wide").by_algorithm(func, format, *args, **kwargs)
+        case "float32 terms":
+            return wing("wide").in_float32_terms(func, format, found, args, kwargs)
+        case "float64":
+            return in_machine_type(func, format, found, args, kwargs)
+
+
+def of_values(handler: Handler) -> Handler:
+    """Return a handler that works on the terms of values.
+
+    Parameters alone compute with their leading terms, and storage formats with their numbers.
+    """
+
+    def on_values(func: Any, *args: Any, **kwargs: Any) -> Any:
+        found = expansions((args, kwargs))
+        if all(x.acts_as == "parameter" for x in found):
+            return compute(func, *args, **kwargs)
+        return handler(func, *args, **kwargs)
+
+    return storage_formats.of_terms(on_values)
 
 
 def _plainly(

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from mcftensor.dispatch.operands import expansions, mapped, plainly
+from mcftensor.dispatch.operands import expansions, mapped, plainly, template
 from mcftensor.dispatch.registry import IN_STEP
-from mcftensor.dispatch.structure import template
 from mcftensor.tensor import GradientTensor, MCFTensor
 
 

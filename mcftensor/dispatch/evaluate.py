@@ -17,7 +17,6 @@ from mcftensor.dispatch.defer import recorded, some_rows
 from mcftensor.dispatch.operands import (
     after,
     component_columns,
-    count_write,
     plain,
     require_numbers,
     rounding_key,
@@ -25,13 +24,14 @@ from mcftensor.dispatch.operands import (
 )
 from mcftensor.dispatch.resolve import Kind, Plan, kind_of, kinds_of, plan
 from mcftensor.dispatch.storage_formats import are_apart
+from mcftensor.dispatch.store import count_write
 from mcftensor.formats import Format, named
 from mcftensor.kernels import Columns, run_alike
 from mcftensor.kernels.columns import Column, is_bare, places_of, repeated
 from mcftensor.kernels.execute import is_dense
-from mcftensor.kernels.without_float64 import PIECES, has_float64, pieces
 from mcftensor.passes import expressions
 from mcftensor.passes.expressions import NUMBER, Operand, carry_out, empty
+from mcftensor.passes.format_conversion import number_terms
 from mcftensor.tensor.step_context import current_step
 from mcftensor.tensor.step_tensors import GradientTensor
 from mcftensor.tensor.tensor import MCFTensor
@@ -126,13 +126,14 @@ def _device_of(columns: Lists) -> torch.device | None:
     return next((x.device for x in tensors if x.dim()), tensors[0].device if tensors else None)
 
 
-def _in_pieces(
-    format: Format, columns: Sequence[Sequence[Any]]
+def _entered(
+    format: Format, columns: Sequence[Sequence[Any]], device: torch.device | None
 ) -> tuple[Format, Sequence[Sequence[Any]]]:
-    """Return operands in a format; on devices without float64, numbers as float32 terms."""
+    """Return operands in a format, with Python numbers as tensors."""
     if format is not NUMBER or isinstance(columns[0][0], Tensor):
         return format, columns
-    return named(PIECES), list(zip(*map(pieces, columns[0]), strict=True))
+    entered = [number_terms(x, device) for x in columns[0]]
+    return named(entered[0][0]), list(zip(*[terms for _, terms in entered], strict=True))
 
 
 class Lying(NamedTuple):
@@ -177,19 +178,19 @@ class _Part:
         every = list(itertools.chain(*self.read))
         formats = [kind.stored for kind in self.plan.read]
         if not self._is_bare(every, keys):
-            if not has_float64(_device_of(every)):
-                split = list(map(_in_pieces, formats, self.read))
-                formats = [format for format, _ in split]
-                every = list(itertools.chain(*[columns for _, columns in split]))
+            device = _device_of(every)
+            found = [_entered(x, y, device) for x, y in zip(formats, self.read, strict=True)]
+            formats = [format for format, _ in found]
+            every = list(itertools.chain(*[columns for _, columns in found]))
             flat = [repeated([plain(x) for x in column], count) for column in every]
-            found = expressions.evaluate(
+            computed = expressions.evaluate(
                 expression.operation,
                 expression.format.name,
                 list(itertools.chain(*flat)),
                 [x.name for x in formats],
                 keys,
             )
-            return [found[i::count] for i in range(count)]
+            return [computed[i::count] for i in range(count)]
         lying = lying_alike(self.read, count, in_order=bool(keys))
         if lying is None:
             operands = list(map(Operand, formats, self.read))

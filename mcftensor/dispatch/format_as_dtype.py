@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.default_handler import PRECISION
-from mcftensor.dispatch.in_float64 import WIDE
-from mcftensor.dispatch.operands import is_transformed, leaves, value_of
+from mcftensor.dispatch.operands import leaves, value_of
+from mcftensor.dispatch.system import PRECISION, WIDE, serves
 from mcftensor.dispatch.torch_functions import converted
 from mcftensor.formats import PLAIN, Format, named
-from mcftensor.kernels.without_float64 import PAIR, has_float64, without
+from mcftensor.kernels.columns import is_transformed
+from mcftensor.kernels.without_float64 import PAIR, widest, without
 from mcftensor.passes.format_conversion import number_terms
 from mcftensor.tensor.components import any_format_of, format_of, on_local
 from mcftensor.tensor.tensor import MCFTensor, of_numbers
@@ -96,9 +96,9 @@ def _result(
         NotImplementedError: there is no float64, and the result would be rounded to float32.
     """
     tensors = [x for x in leaves(args) if isinstance(x, Tensor)]
-    device = options.get("device") or (tensors[0].device if tensors else torch.get_default_device())
-    is_available = has_float64(torch.device(device))
-    if name in ("arange", "linspace") and not (is_available and format.precision <= PRECISION):
+    given = options.get("device") or (tensors[0].device if tensors else torch.get_default_device())
+    device = torch.device(given)
+    if name in ("arange", "linspace") and not serves(format, device):
         return wing("wide").SPACED[name](format, *args, **options)
     if name in ("tensor", "as_tensor") and not tensors:
         return of_numbers(*args).to(device)
@@ -106,10 +106,10 @@ def _result(
     filled = [options.pop("fill_value")] if "fill_value" in options else []
     if stem in ("full", "scalar_tensor"):
         *others, number = *args, *filled
-        source, terms = number_terms(number, torch.device(device))
+        source, terms = number_terms(number, device)
         made = [func(*others, x.item(), dtype=x.dtype, **options) for x in terms]
         return made[0] if len(made) == 1 else MCFTensor.of(made, named(source))
-    if is_available:
+    if widest(device) == WIDE:
         whole: Tensor = func(*args, dtype=WIDE, **options)
         return whole
     single = functools.partial(func, dtype=torch.float32, **options)

@@ -16,13 +16,9 @@ from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.operands import expansions, leaves, mapped, plainly
 from mcftensor.dispatch.registry import TABLE, Handler
-from mcftensor.dispatch.write_results import (
-    assign_tree,
-    require_no_grad,
-    without_results,
-    written_to,
-)
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.dispatch.schemas import without_results, written_to
+from mcftensor.dispatch.store import assign_tree, require_no_grad
+from mcftensor.kernels.without_float64 import widest
 from mcftensor.passes.operators import OPERATORS
 from mcftensor.tensor import GradientTensor, MCFTensor
 from mcftensor.tensor.implicit_rounding import rounding
@@ -155,12 +151,11 @@ def _wide_for(
         if dtype.itemsize == 2 or (dtype.itemsize == 4 and are_stored):
             return None
     precision = max(map(_precision, found))
-    if precision > BASES[torch.float64].precision:
-        return None
-    is_short = dtype.itemsize <= 4 and precision <= BASES[torch.float32].precision
-    if is_short:
+    if dtype.itemsize <= 4 and precision <= BASES[torch.float32].precision:
         return torch.float32
-    return torch.float64 if has_float64(targets[0].device) else None
+    wide = widest(targets[0].device)
+    fits = dtype.itemsize <= wide.itemsize and precision <= BASES[wide].precision
+    return wide if fits else None
 
 
 def _precision(x: MCFTensor) -> int:

@@ -11,6 +11,9 @@ Handler = Callable[..., Any]
 
 TABLE: dict[Any, Handler] = {}
 
+FAMILIES: dict[str, Handler] = {}
+"""Handlers of operators without one of their own: of a namespace, by its name, and of "view"s."""
+
 # Handlers of PyTorch's functions that bypass its dispatcher in eager code. Each is called with the
 # function, args and kwargs, and returns NotImplemented if the dispatcher is needed.
 Shortcut = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import expansions, leaves, mapped
-from mcftensor.dispatch.write_results import without_results
+from mcftensor.dispatch.schemas import without_results
+from mcftensor.dispatch.system import WIDE, may_round
 from mcftensor.formats import Format, named
 from mcftensor.kernels.columns import is_bare
 from mcftensor.kernels.custom_ops import opaque
-from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.passes.format_conversion import collapse_with_rest
 from mcftensor.tensor import GradientTensor, MCFTensor
 from mcftensor.wings import wing, wing_or_none
@@ -48,7 +47,7 @@ class WidenedArguments:
     ) -> None:
         func, args, kwargs = without_results(func, args, kwargs)
         self.call = func, args, {name: x for name, x in kwargs.items() if name != "dtype"}
-        long = [x for x in expansions((args, kwargs)) if is_long(x)]
+        long = [x for x in expansions((args, kwargs)) if may_round(x)]
         self._is_corrected = bool(long) and not long[0].is_meta and _are_corrected(func)
         self._has_rests = self._is_corrected and not is_recorded
         self._dtype = dtype
@@ -60,7 +59,7 @@ class WidenedArguments:
         if id(x) not in self.of:
             if not isinstance(x, MCFTensor):
                 self.of[id(x)] = x.to(self._dtype, copy=True)
-            elif self._has_rests and is_long(x):
+            elif self._has_rests and may_round(x):
                 pair = collapse_with_rest(list(x._read()), x._format.name)
                 self.of[id(x)], self.rests[id(x)] = pair
             else:
@@ -120,15 +119,9 @@ def is_recorded(tree: Any) -> bool:
     return not is_bare([x._component0 for x in expansions(tree)])
 
 
-def is_long(x: MCFTensor) -> bool:
-    """Return whether float64 may round the elements of an expansion."""
-    is_kept = not x._format.exceeds_float64 or isinstance(x, GradientTensor)
-    return not is_kept and has_float64(x.device)
-
-
 def has_rests(tree: Any) -> bool:
     """Return whether float64 rounds elements of expansions; True where an operation is recorded."""
-    long = [x for x in expansions(tree) if is_long(x)]
+    long = [x for x in expansions(tree) if may_round(x)]
     if not long or is_recorded(long):
         return bool(long)
     return are_rests(collapse_with_rest(list(x._read()), x._format.name)[1] for x in long)

@@ -23,30 +23,25 @@ from torch.utils._pytree import tree_map
 from mcftensor.arithmetic import special_functions
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.dispatch import derivatives
-from mcftensor.dispatch.default_handler import (
-    PRECISION,
-    PRECISION_OF_FLOAT32,
-    explained,
-    unlike_dtypes,
-)
-from mcftensor.dispatch.in_float64 import WIDE
+from mcftensor.dispatch.default_handler import explained, unlike_dtypes
 from mcftensor.dispatch.operands import (
     common_format,
     expansions,
-    is_wrapped,
     leaves,
     mapped,
     plainly,
+    refusal,
     value_of,
     with_leading,
 )
 from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.dispatch.rounded_arguments import first_if_rounded, has_rests
 from mcftensor.dispatch.storage_formats import decoded, say_what_is_rounded
-from mcftensor.dispatch.write_results import assign_tree, refusal, require_no_grad
+from mcftensor.dispatch.store import assign_tree, require_no_grad
+from mcftensor.dispatch.system import PRECISION_OF_FLOAT32, WIDE, serves
 from mcftensor.formats import PLAIN, Format, PlainFormat, named
-from mcftensor.kernels.columns import is_bare
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.columns import is_bare, is_wrapped
+from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.step_context import current_step, outside
 from mcftensor.wings import wing, wing_or_none
@@ -198,7 +193,7 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     format = common_format(name, found)
     if func is torch.cdist:
         return _cdist(*args, **kwargs)
-    if func in _COVARIANCES and has_float64(found[0].device):
+    if func in _COVARIANCES and widest(found[0].device) == WIDE:
         return func(_below_first(args[0]), *args[1:], **kwargs)
     if func in _ISCLOSE and has_rests((args, kwargs)):
         return wing("wide").in_longer_format(func, args, kwargs)
@@ -209,7 +204,7 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
         is_composed = not is_stored and (not has_own or is_composed)
     if is_composed:
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
-    is_long = format.precision > PRECISION or not has_float64(found[0].device)
+    is_long = not serves(format, found[0].device)
     own = derivatives.OWN.get(func)
     if func in _OF_WIDE and is_long and format.dtype not in NARROW and wing_or_none("wide"):
         own = wing("wide").OWN[func]  # without the wing, operators raise, but for those of steps

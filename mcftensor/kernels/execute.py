@@ -205,7 +205,7 @@ def run_alike(
     """`run` for contiguous tensors of one device with known dtypes, lengths and addresses."""
     if columns.outputs[0][0].is_meta:
         return
-    if _lacks_float64(columns.outputs[0][0].device):
+    if not has_float64(columns.outputs[0][0].device):
         vectors, outputs = ([list(x) for x in y] for y in (columns.vectors, columns.outputs))
         run(body, dataclasses.replace(columns, vectors=vectors, outputs=outputs))
         return
@@ -222,14 +222,10 @@ def run(body: Body, columns: Columns) -> None:
     if columns.outputs[0][0].is_meta:  # there is nothing to compute
         return
     with LOCK:
-        if _lacks_float64(columns.outputs[0][0].device):
-            run_without_float64(partial(_run, *_in_pieces(body, columns)))
-        else:
+        if has_float64(columns.outputs[0][0].device):
             _run(body, columns)
-
-
-def _lacks_float64(device: torch.device) -> bool:
-    return CONTEXTS.depth > 0 or (device.type != "cpu" and not has_float64(device))
+        else:
+            run_without_float64(partial(_run, *_in_pieces(body, columns)))
 
 
 def _in_pieces(body: Body, columns: Columns) -> tuple[Body, Columns]:

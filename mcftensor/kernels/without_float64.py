@@ -135,11 +135,10 @@ def pieces(x: float, device: torch.device | str = "cpu") -> Pieces:
     return Pieces(*[torch.scalar_tensor(y, dtype=torch.float32, device=device) for y in terms])
 
 
-PIECES = "fp32x3"
-"""The format of a number as pieces."""
+def format_of_numbers(device: torch.device | None = None) -> str:
+    """Return the format of all Python numbers, also of ints that float64 does not hold."""
+    return "fp64x3" if has_float64(device) else "fp32x3"
 
-PARTS = "fp64x3"
-"""The format of an int that float64 does not hold."""
 
 PAIR = "fp32x2"
 """The format of values that are in float64 where it is available."""

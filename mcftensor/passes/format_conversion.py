@@ -20,12 +20,11 @@ from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.eager import CHUNK, indices
 from mcftensor.kernels.program import COMPUTED, PATTERNS
 from mcftensor.kernels.without_float64 import (
-    PARTS,
-    PIECES,
-    has_float64,
+    format_of_numbers,
     is_long_int,
     pieces,
     terms_of_int,
+    widest,
 )
 
 
@@ -61,15 +60,20 @@ def number_terms(x: float, device: torch.device | None) -> tuple[str, list[Tenso
 
     Everything that takes a number takes it here.
     """
-    if not has_float64(device):
-        return PIECES, list(pieces(x))
-    numbers = terms_of_int(int(x)) if is_long_int(x) else [x]
-    name = PARTS if len(numbers) > 1 else "float64"
-    return name, [torch.tensor(y, dtype=torch.float64, device="cpu") for y in numbers]
+    if widest(device) == torch.float32:
+        return format_of_numbers(device), list(pieces(x))
+    numbers, name = [x], "float64"
+    if is_long_int(x):
+        numbers, name = terms_of_int(int(x)), format_of_numbers(device)
+    return name, [torch.scalar_tensor(y, dtype=torch.float64, device="cpu") for y in numbers]
 
 
-def odd_number(x: float) -> Tensor:
-    """Return a Python number in float32, rounded to odd, so that it can be rounded once more."""
+def machine_number(x: float, device: torch.device | None = None) -> Tensor:
+    """Return a Python number in float64; without it in float32, rounded to odd, to be rounded once
+    more.
+    """
+    if widest(device) == torch.float64:
+        return torch.scalar_tensor(x, dtype=torch.float64, device="cpu")
     return Sum(pieces(x)).to_odd()
 
 

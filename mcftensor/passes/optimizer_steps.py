@@ -28,7 +28,7 @@ from mcftensor.formats import Format, named
 from mcftensor.kernels import Body, Column, Columns, Scalar, run
 from mcftensor.kernels.columns import columns_of, regroup
 from mcftensor.kernels.custom_ops import opaque
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import widest
 
 Settings = Mapping[str, Any]
 """The numbers of a step by name; numbers without effect are left out."""
@@ -202,7 +202,7 @@ def _numbers(rule: Rule, s: Settings, steps: Column) -> tuple[list[str], list[Se
     if rule.by_step is None:
         return names, columns
     settings = [s.get(name, 0.0) for name in rule.reads]
-    if steps[0].device.type == "cpu" or not has_float64(steps[0].device):
+    if _is_at_hand(steps[0].device):
         counts = [x.item() for x in steps]
         known = {count: rule.by_step(count, *settings) for count in set(counts)}
         rows = list(known.values()) if len(known) == 1 else [known[count] for count in counts]
@@ -282,13 +282,17 @@ def _body(rule: str, maximize: bool, formats: tuple[Format, ...], names: tuple[s
     return body
 
 
+def _is_at_hand(device: torch.device) -> bool:
+    """Return whether a number is read as a float: without synchronization, or for want of
+    float64."""
+    return device.type == "cpu" or widest(device) == torch.float32
+
+
 def _at_hand(x: Scalar) -> Scalar:
-    """Return a number for a step: a float if reading it needs no synchronization or there is no
-    float64, else a float64 tensor."""
+    """Return a number for a step, as a float if it is at hand, else as a float64 tensor."""
     if not isinstance(x, Tensor):
         return x
-    is_near = x.device.type == "cpu" or not has_float64(x.device)
-    return x.item() if is_near else x.to(torch.float64)
+    return x.item() if _is_at_hand(x.device) else x.to(torch.float64)
 
 
 def take(
@@ -331,7 +335,7 @@ def setting(x: Scalar) -> Tensor:
     """Return a setting as a tensor for `step_`; without float64, a Python number as its bits."""
     if isinstance(x, Tensor):
         return x
-    if has_float64():
+    if widest() == torch.float64:
         return torch.scalar_tensor(x, dtype=torch.float64, device="cpu")
     (bits,) = struct.unpack("q", struct.pack("d", x))
     return torch.scalar_tensor(bits, dtype=torch.int64, device="cpu")

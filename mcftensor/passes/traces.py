@@ -23,7 +23,7 @@ from mcftensor.arithmetic.network_numbers import Network
 from mcftensor.arithmetic.number_protocol import Number, Numbers
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels import Body, Signature
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import widest
 from mcftensor.passes.expressions import scalar_tensor, stored_floats
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ class Trace:
     @property
     def is_full(self) -> bool:
         """Whether the trace has its largest length, which depends on float64."""
-        return self.once(has_float64(), self._has_largest_length)
+        return self.once(widest(), self._has_largest_length)
 
     def _has_largest_length(self) -> bool:
         limits = [longest(x.format) for x in self.operations]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mcftensor.dispatch.elementwise import register_in_place
+from mcftensor.operators.elementwise import register_in_place
 from mcftensor.passes.operators import OPERATORS
 from mcftensor.patches.table import by_name, patch
 from mcftensor.tensor import MCFTensor

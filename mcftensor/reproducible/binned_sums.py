@@ -59,7 +59,7 @@ from torch import Tensor
 
 from mcftensor.arithmetic.base_types import BASES, power_of_two
 from mcftensor.arithmetic.rounding import as_floats, collapse_odd, narrow, quiet, round_to
-from mcftensor.kernels.without_float64 import has_float64, widest
+from mcftensor.kernels.without_float64 import widest
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Supported dtypes of terms."""
@@ -183,7 +183,7 @@ def _sum(terms: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     singles = [x.to(torch.float32) for x in terms]
     if len(terms) == 2 and {x.dtype for x in terms} == {dtype} and _is_one_addition(layout, dtype):
         return quiet(singles[0] + singles[1]).to(dtype)
-    if not has_float64(singles[0].device):
+    if widest(singles[0].device) == torch.float32:
         none = torch.zeros_like(singles[0], dtype=torch.int64)
         return _round(_add(none, terms, layout), layout, dtype)
     largest = functools.reduce(torch.maximum, [x.abs() for x in singles])
@@ -282,7 +282,7 @@ def _times_power(x: Tensor, power: Tensor) -> Tensor:
 
 def _scaled(total: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
     """Return an integer times two to a power, in a type that is rounded to `dtype` once more."""
-    if has_float64(total.device):
+    if widest(total.device) == torch.float64:
         return total.to(torch.float64) * power_of_two(power, torch.float64)
     is_single = dtype == torch.float32
     single = total.to(torch.float32) if is_single else collapse_odd(as_floats(total))

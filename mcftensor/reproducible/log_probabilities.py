@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcftensor.arithmetic.rounding import round_to
-from mcftensor.kernels.without_float64 import has_float64, without
+from mcftensor.kernels.without_float64 import widest, without
 from mcftensor.reproducible.row_chunks import divided_sum, logit_map
 from mcftensor.reproducible.row_states import state_of
 from mcftensor.reproducible.softmax_terms import MOST_CLASSES, exponential
@@ -179,7 +179,7 @@ def rows_of(name: str, x: Tensor, dim: int, group: dist.ProcessGroup | None) -> 
             f"{name}: the logits have shape {tuple(x.shape)}, with {x.shape[dim]} along dimension "
             f"{dim}; give 1 to {MOST_CLASSES}"
         )
-    if not has_float64(x.device):
+    if widest(x.device) == torch.float32:
         raise without(name)
     return x.movedim(dim, -1)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcftensor.kernels.without_float64 import has_float64, widest
+from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor import text_tables
 from mcftensor.tensor.addresses import require_dispatch
 from mcftensor.tensor.components import ComponentTensor
@@ -48,7 +48,7 @@ class ReadableTensor(ComponentTensor):
 
     def _on_host(self) -> np.ndarray:
         """Return the collapsed values in float64."""
-        if has_float64(self.device) or self._has_rules:
+        if widest(self.device) == torch.float64 or self._has_rules:
             return self._collapsed().cpu().numpy()
         return sum_on_host(self._format.decode(self._read()))
 

@@ -13,8 +13,8 @@ from mcftensor.arithmetic.write_counts import count_beside, moved
 from mcftensor.formats import Format, require_format, unmoved
 from mcftensor.formats.format import named
 from mcftensor.kernels.columns import on_device
-from mcftensor.kernels.without_float64 import PARTS, PIECES, has_float64, is_long_int
-from mcftensor.passes.format_conversion import number_terms, odd_number, of_number
+from mcftensor.kernels.without_float64 import format_of_numbers, is_long_int, widest
+from mcftensor.passes.format_conversion import machine_number, number_terms, of_number
 from mcftensor.tensor.components import Role, check_components, check_writes, normalized
 from mcftensor.tensor.fsdp_hooks import GatheredTensor
 from mcftensor.tensor.pickling import PickledTensor
@@ -206,7 +206,7 @@ def of_numbers(data: Any) -> Tensor:
     """Return numbers, in nested lists or an array, in float64, or in float32 terms without it."""
     if (long := _long_ints(data)) is not None:
         return long
-    if has_float64():
+    if widest() == torch.float64:
         return torch.tensor(data, dtype=torch.float64, device="cpu")
     high = torch.tensor(data, dtype=torch.float32, device="cpu").numpy()  # or an error
     numbers = np.asarray(data, dtype=np.float64)
@@ -219,7 +219,7 @@ def of_numbers(data: Any) -> Tensor:
             for x in (total - high, numbers - total)
         )
     terms = [torch.from_numpy(np.array(x)) for x in (high, low, rest)]
-    return MCFTensor.of(terms, named(PIECES))
+    return MCFTensor.of(terms, named(format_of_numbers()))
 
 
 def _long_ints(data: Any) -> Tensor | None:
@@ -236,9 +236,8 @@ def _long_ints(data: Any) -> Tensor | None:
         return None
     rows = [[x.item() for x in number_terms(y, None)[1]] for y in numbers.flat]
     columns = zip(*[[*row, 0.0, 0.0][:3] for row in rows], strict=True)
-    name, dtype = (PARTS, torch.float64) if has_float64() else (PIECES, torch.float32)
-    made = [torch.tensor(x, dtype=dtype, device="cpu").view(numbers.shape) for x in columns]
-    return MCFTensor.of(made, named(name))
+    made = [torch.tensor(x, dtype=widest(), device="cpu").view(numbers.shape) for x in columns]
+    return MCFTensor.of(made, named(format_of_numbers()))
 
 
 def number_in(
@@ -250,10 +249,7 @@ def number_in(
     rounded to odd.
     """
     if format.shared or format.rules is not None:
-        if has_float64(device):
-            number = torch.tensor(x, dtype=torch.float64, device="cpu")
-        else:
-            number = odd_number(x)
+        number = machine_number(x, device)
         return number if device is None else on_device(number, device)
     terms = of_number(x, format, device)
     return MCFTensor.of(

@@ -68,7 +68,7 @@ class TestBits:
     def test_fused_steps(self, kind, monkeypatch):
         keys = iter(range(1000))
         monkeypatch.setattr(
-            "mcftensor.dispatch.fused.draw_key",
+            "mcftensor.operators.fused.draw_key",
             lambda device: torch.tensor(2**61 + next(keys) % len(mixtures(kind)), device=device),
         )
         expected = flat(step(kind, mixtures(kind)))

@@ -374,14 +374,14 @@ def files(device):
 
 # Where the host waits for the device, and a scenario in which it does; the page says why.
 WAITS = {
-    "dispatch/structure.py to_copy": "changes_of_place",
+    "operators/structure.py to_copy": "changes_of_place",
     "patches/distributed.py _converted": "conversion_on_the_device",
     "tensor/tensor.py _like": "modes-compact",
     "formats/moving.py move_component": "operations-mxfp8",
-    "dispatch/operands.py overwrite": "changes_of_place",
-    "dispatch/operands.py uninterrupted": "other_operators-bf16x2",
-    "dispatch/comparison.py all_equal": "what_is_read",
-    "dispatch/comparison.py by_rank": "what_is_read",
+    "dispatch/store.py overwrite": "changes_of_place",
+    "dispatch/store.py uninterrupted": "other_operators-bf16x2",
+    "operators/comparison.py all_equal": "what_is_read",
+    "operators/comparison.py by_rank": "what_is_read",
     "wide/scattering.py _combined": "beyond_float64",
     "wide/products.py __init__": "beyond_float64",
     "wide/products.py _further": "beyond_float64",
@@ -416,7 +416,7 @@ LATER = {
     "edq": {"kernels/digit_body.py add_eagerly", "meters/edq/readings.py totals"},
     "files": {
         *("formats/expansion_format.py _normalized", "checkpoint/safetensors_files.py write"),
-        "dispatch/structure.py to_copy",
+        "operators/structure.py to_copy",
     },
 }
 LATER_WITHOUT_FLOAT64 = {

@@ -12,33 +12,34 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mcftensor"
-DISPATCH = PACKAGE / "dispatch"
+HANDLERS = [path for x in ("dispatch", "operators") for path in (PACKAGE / x).glob("*.py")]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted(x.parent for x in PACKAGE.glob("*/**/__init__.py"))
 
 BUDGETS = {
     "arithmetic": 2050,
     "bridge": 1300,
-    "checkpoint": 2800,
-    "dispatch": 6600,
+    "checkpoint": 2880,
+    "dispatch": 4400,
     "formats": 1950,
-    "kernels": 4150,
+    "kernels": 4200,
     "meters": 1430,
+    "operators": 2280,
     "passes": 2350,
-    "patches": 2300,
+    "patches": 1990,
     "reproducible": 3100,
-    "scaling": 3000,
-    "serving": 1200,
+    "scaling": 2765,
+    "serving": 1110,
     "sums": 400,
     "tensor": 3300,
     "tools": 1990,
     "training": 2980,
-    "wide": 5850,
+    "wide": 5350,
 }
 """Lines of a folder. Whoever exceeds one makes another part shorter, or says why in a commit."""
 
 AXES = {
-    "has_float64": 34,
+    "has_float64": 8,
     "is_bare|is_compiling|is_transformed": 26,
     r"_role\b|common_role": 21,
     r"\.shared\b|is_shared": 32,
@@ -57,7 +58,7 @@ SHARED = {
     "add": _ALIKE,
     "mul": _ALIKE,
     "div": _ALIKE,
-    **dict.fromkeys(("two_prod", "neg"), _ALIKE),
+    "two_prod": _ALIKE,
     **dict.fromkeys(("atan", "exp", "log", "zeta"), _AS_CONSTANT),
     **dict.fromkeys(
         ("gelu", "digamma", "ndtr", "softplus", "tanhshrink"),
@@ -68,7 +69,6 @@ SHARED = {
     ),
     "parts": "what an exponential, or a logarithm, is put together from",
     "power_of_two": "of an integer in the base, or of a scale's exponent",
-    "scaled": "times a power of two: a number, or a format",
     "where": "a choice of terms, or of expansions",
     "like": "an expansion like another: a constant, or of the same layout",
     "source": _BACK_ENDS,
@@ -137,9 +137,9 @@ def test_few_modules_stand_at_the_top():
     )
 
 
-@pytest.mark.parametrize("module", sorted(path.stem for path in DISPATCH.glob("*.py")))
-def test_each_entry_names_its_caller(module):
-    source = _text(module)
+@pytest.mark.parametrize("path", sorted(HANDLERS), ids=lambda path: path.stem)
+def test_each_entry_names_its_caller(path):
+    source = path.read_text()
     comments, headings = _comments(source)
     missing = [
         ast.unparse(entry)
@@ -148,10 +148,6 @@ def test_each_entry_names_its_caller(module):
         and not headings.intersection(range(call.lineno, entry.lineno))
     ]
     assert missing == []
-
-
-def _text(module: str) -> str:
-    return (DISPATCH / f"{module}.py").read_text()
 
 
 def _entries(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.expr]]:

@@ -155,7 +155,7 @@ EQUIVALENT = [
         "The size of parts decides memory alone.",
     ),
     Equivalent(
-        "dispatch/structure.py",
+        "operators/structure.py",
         "fill_",
         "return",
         "return target",

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mcftensor as mcf
-from mcftensor.dispatch import structure
+from mcftensor.operators import structure
 from mcftensor.tensor.leading_view import ComputeView
 from support.helpers import assert_same_bits, exact, sample
 

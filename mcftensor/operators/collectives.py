@@ -14,14 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcftensor.dispatch.operands import expansions, leaves, mapped, stored_in
-from mcftensor.dispatch.registry import implements
-from mcftensor.dispatch.write_results import refusal
+from mcftensor.dispatch.operands import expansions, leaves, mapped, refusal, stored_in
+from mcftensor.dispatch.registry import FAMILIES, implements
 from mcftensor.formats import Format, movable
 from mcftensor.tensor import MCFTensor
-
-NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
-"""Namespaces of collective operators, none of which may use leading terms only."""
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -43,6 +39,10 @@ def refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
         "x.components"
     )
     raise refusal(func, expansions((args, kwargs)), reason)
+
+
+for _namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"):
+    FAMILIES[_namespace] = refuse  # none of them may use leading terms only
 
 
 if dist.is_available():

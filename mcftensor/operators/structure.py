@@ -18,7 +18,29 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic.write_counts import moved
-from mcftensor.dispatch.block_structure import (
+from mcftensor.dispatch.default_handler import compute
+from mcftensor.dispatch.operands import (
+    check_update,
+    common_format,
+    common_role,
+    computes_plainly,
+    expansions,
+    leading,
+    named_arguments,
+    refusal,
+    rounding_key,
+    selected,
+    stored_in,
+    template,
+)
+from mcftensor.dispatch.registry import FAMILIES, implements
+from mcftensor.dispatch.storage_formats import plain_numbers
+from mcftensor.dispatch.store import count_write, fill, uninterrupted
+from mcftensor.dispatch.system import holds_all
+from mcftensor.formats import Format, compute_view, movable, unmoved
+from mcftensor.kernels import LOCK
+from mcftensor.kernels.columns import is_bare
+from mcftensor.operators.block_structure import (
     computes_decoded,
     copy_blocks_,
     join_blocks,
@@ -27,30 +49,7 @@ from mcftensor.dispatch.block_structure import (
     set_blocks_,
     share_scales,
 )
-from mcftensor.dispatch.default_handler import compute
-from mcftensor.dispatch.operands import (
-    check_update,
-    common_format,
-    common_role,
-    computes_plainly,
-    count_write,
-    expansions,
-    fill,
-    leading,
-    named_arguments,
-    rounding_key,
-    selected,
-    stored_in,
-    uninterrupted,
-)
-from mcftensor.dispatch.registry import implements
-from mcftensor.dispatch.storage_formats import plain_numbers
-from mcftensor.dispatch.view_offsets import starts_of_pieces
-from mcftensor.dispatch.write_results import refusal
-from mcftensor.formats import Format, compute_view, movable, unmoved
-from mcftensor.kernels import LOCK
-from mcftensor.kernels.columns import is_bare
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.operators.view_offsets import starts_of_pieces
 from mcftensor.passes.format_conversion import compute_tensor as compute_tensor_of
 from mcftensor.tensor import GradientTensor, MCFTensor, Role
 from mcftensor.tensor.implicit_rounding import note_moved, note_of_leading, rounding
@@ -132,6 +131,9 @@ def _keep_hooks(x: MCFTensor, new: MCFTensor) -> None:
     """
     if x._hooks:
         new._hooks = x._hooks
+
+
+FAMILIES["view"] = view
 
 
 @implements(
@@ -233,9 +235,8 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     """Return expansions of one base as one; a plain tensor enters as a value."""
     if computes_plainly(tensors):
         joined = func(leading(tensors), *args)
-        if is_bare([joined]):
-            note_of_leading(joined, expansions(tensors)[0])
-            note_moved(joined, expansions(tensors)[0])
+        note_of_leading(joined, expansions(tensors)[0])
+        note_moved(joined, expansions(tensors)[0])
         return joined
     if share_scales(tensors):
         return join_blocks(func, tensors, *args)
@@ -324,13 +325,6 @@ def _of_states(x: MCFTensor) -> Format:
     return x._format.of_states if x._role == "parameter" else x._format
 
 
-def template(x: MCFTensor) -> Tensor:
-    """Return a plain tensor with the layout and dtype of x."""
-    if x._component0.dtype == x._format.dtype:
-        return x._component0
-    return torch.empty_like(x._component0, dtype=x._format.dtype)
-
-
 def _filled(
     make: Callable[[Tensor], Tensor], x: MCFTensor, role: Role, value: Any = 1.0
 ) -> MCFTensor:
@@ -408,7 +402,7 @@ def _rounded(x: MCFTensor, dtype: torch.dtype) -> Tensor:
     """Return numbers as a plain tensor: rounded once, or, as integers, without their fractions."""
     if dtype.is_floating_point:
         return x._collapsed(dtype)
-    if not dtype.is_complex and (x._format.exceeds_float64 or not has_float64(x.device)):
+    if not dtype.is_complex and not holds_all(x):
         return _as_integers(x, dtype)
     return x._collapsed(torch.float64).to(dtype)
 
@@ -578,8 +572,7 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     in_place = func._schema.name.endswith("_")
     if not in_place and computes_plainly((x, source)):
         moved = func(*leading(args), **leading(kwargs))
-        if is_bare([moved]):
-            note_moved(moved, expansions((x, source))[0])
+        note_moved(moved, expansions((x, source))[0])
         return moved
     if expansions(named) or named.get("accumulate") or (in_place and not isinstance(x, MCFTensor)):
         return compute(func, *args, **kwargs)

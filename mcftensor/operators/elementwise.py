@@ -10,20 +10,19 @@ from torch import Tensor
 from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.evaluate import Lists, evaluate_rows, evaluate_rows_into
-from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import (
     are_lifted,
     common_role,
     computes_plainly,
-    expansions,
     leading,
     on_leading,
-    store,
     value_of,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Shortcut, implements, register_forms
+from mcftensor.dispatch.store import store
+from mcftensor.dispatch.system import WIDE
 from mcftensor.formats import named
-from mcftensor.kernels.without_float64 import PAIR, has_float64, widest
+from mcftensor.kernels.without_float64 import PAIR, widest
 from mcftensor.passes.operators import OPERATORS
 from mcftensor.tensor.implicit_rounding import rounding
 from mcftensor.tensor.step_context import current_step, is_unwatched
@@ -65,14 +64,13 @@ def _evaluate_to(
         return storage_formats.on_numbers(func, args, kwargs)
     if storage_formats.are_numbers((*operands, target)):
         return storage_formats.on_numbers(func, args, kwargs)
-    if not isinstance(target, MCFTensor):
-        if are_lifted(operands) or common_role(operands) == "parameter":
-            func(*leading(args), **leading(kwargs))
-            return target
-        rounding(name, expansions(operands), target)
+    is_plain = not isinstance(target, MCFTensor)
+    if is_plain and (are_lifted(operands) or common_role(operands) == "parameter"):
+        func(*leading(args), **leading(kwargs))
+        return target
     format = target._format if isinstance(target, MCFTensor) else None
     (result,) = evaluate_rows(name, columns, keywords, 1, format)
-    store(target, result)
+    store(name, target, result, operands)
     return target
 
 
@@ -86,7 +84,7 @@ def _evaluated_in_place(
     if is_done is False:
         target = columns[0][0]
         (result,) = evaluate_rows(name, columns, keywords, 1, target._format)
-        store(target, result)
+        store(name, target, result, [])
     return is_done is not None
 
 
@@ -177,7 +175,7 @@ def _add_sparse(target: MCFTensor, source: Tensor, alpha: Any) -> MCFTensor:
     Rows of the same place are summed first, exactly except for rounding in float64, or in two
     float32 terms without it.
     """
-    if has_float64(target.device):
+    if widest(target.device) == WIDE:
         source = source.to(WIDE).coalesce()
         places, values = tuple(source.indices()), source.values()
         rows = target[places] if places else target.clone()

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.ordering import choose, clamp, equal, less, maximum, minimum
 from mcftensor.arithmetic.rounding import quiet
-from mcftensor.dispatch.default_handler import PRECISION, compute
+from mcftensor.dispatch.default_handler import compute, of_values
 from mcftensor.dispatch.operands import (
     common_format,
     common_role,
@@ -25,19 +26,19 @@ from mcftensor.dispatch.operands import (
     leading,
     on_leading,
     selected,
-    store,
     stored_in,
 )
 from mcftensor.dispatch.registry import implements, register_forms
 from mcftensor.dispatch.rounded_arguments import has_rests
 from mcftensor.dispatch.storage_formats import of_terms
+from mcftensor.dispatch.store import store
+from mcftensor.dispatch.system import serves
 from mcftensor.formats import Format
-from mcftensor.kernels.columns import is_bare
 from mcftensor.kernels.custom_ops import opaque
-from mcftensor.kernels.without_float64 import has_float64, without
+from mcftensor.kernels.without_float64 import widest, without
 from mcftensor.passes import expansion
 from mcftensor.tensor import GradientTensor, MCFTensor
-from mcftensor.tensor.implicit_rounding import note_moved, rounding
+from mcftensor.tensor.implicit_rounding import note_moved
 
 aten = torch.ops.aten
 Terms = Sequence[Tensor]
@@ -115,9 +116,7 @@ def _register_choice(name: str, select: Callable[..., list[Tensor]]) -> None:
     def choice_into(func: Any, *args: Any, out: Tensor | None = None) -> Any:
         target = args[0] if out is None else out
         chosen = _chosen(name, args, select)
-        if not isinstance(target, MCFTensor):
-            rounding(func, [chosen], target)
-        store(target, chosen)
+        store(func, target, chosen, [chosen])
         return target
 
     register_forms(name, choice, choice_into, choice_into)
@@ -131,11 +130,9 @@ for _name, _select in _CHOICES.items():
     aten.fmax.default,  # torch.fmax
     aten.fmin.default,  # torch.fmin
 )
-@of_terms
+@of_values
 def without_nan(func: Any, x: Any, y: Any) -> Any:
     """Return the larger or smaller elements of values; NaN only where both are NaN."""
-    if all(z.acts_as == "parameter" for z in expansions((x, y))):
-        return compute(func, x, y)
     select = maximum if func is aten.fmax.default else minimum
 
     def selected_terms(x: Terms, y: Terms) -> list[Tensor]:
@@ -175,8 +172,7 @@ def _where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
         return compute(func, condition, x, y)
     if computes_plainly((x, y)):
         chosen = on_leading(func, (condition, x, y), {})
-        if is_bare([chosen]):
-            note_moved(chosen, expansions((x, y))[0])
+        note_moved(chosen, expansions((x, y))[0])
         return chosen
     return _chosen("where", (x, y), lambda x, y: choose(condition, x, y))
 
@@ -191,15 +187,13 @@ def _neighbour(x: Tensor, towards: Tensor) -> Tensor:
 
 
 @implements(aten.nextafter.default)  # torch.nextafter
-@of_terms
+@of_values
 def nextafter(func: Any, x: Any, y: Any) -> Any:
     """Return the next number after x towards y in the format.
 
     The precision of a format is not fixed: the neighbour of 1 in `bf16x2` is 1 + 2^-133, with the
     smallest number of the base as its tail.
     """
-    if common_role((x, y)) == "parameter":
-        return compute(func, x, y)
     format, (x, y) = _enter("nextafter", (x, y))
     x, y = zip(*(torch.broadcast_tensors(a, b) for a, b in zip(x, y, strict=True)), strict=True)
     up = less(x, y)
@@ -237,11 +231,9 @@ def _ranks(x: MCFTensor) -> tuple[Tensor, list[Tensor]]:
         is_new[1:] |= term[1:] != term[:-1]
     rank = is_new.cumsum(0)
     first = torch.zeros_like(order).index_put((rank,), torch.arange(len(order), device=x.device))
-    dtype = torch.float64
-    if not has_float64(x.device):
-        if len(order) > 1 << 24:
-            raise without(f"the order of {len(order)} numbers, more than float32 counts,")
-        dtype = torch.float32
+    dtype = widest(x.device)
+    if len(order) > 1 << BASES[dtype].precision:
+        raise without(f"the order of {len(order)} numbers, more than float32 counts,")
     ranked = torch.empty(len(order), dtype=dtype, device=x.device)
     ranked[order] = rank.to(dtype).masked_fill(torch.isnan(terms[0]), torch.nan)
     return ranked.view(x.shape), [term[first] for term in terms]
@@ -279,10 +271,10 @@ _MEDIANS = (aten.median.default, aten.nanmedian.default)
     aten.adaptive_max_pool2d.default,  # F.adaptive_max_pool2d, F.adaptive_max_pool1d
     aten.adaptive_max_pool3d.default,  # F.adaptive_max_pool3d
 )
-@of_terms
+@of_values
 def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the operation on ranks, and replace the ranks by elements; indices stay unchanged."""
-    if not isinstance(x, MCFTensor) or x.acts_as == "parameter" or expansions((args, kwargs)):
+    if not isinstance(x, MCFTensor) or expansions((args, kwargs)):
         return compute(func, x, *args, **kwargs)
     if not x.numel() and func in _MEDIANS:
         return x.new_full((), math.nan)
@@ -310,13 +302,12 @@ def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     aten.isin.Tensor_Scalar,  # torch.isin(x, 3.0)
     aten.isin.Scalar_Tensor,  # torch.isin(3.0, x)
 )
-@of_terms
+@of_values
 def search(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the places of numbers in a sequence, or whether it has them."""
     found = expansions(args)
-    fits = has_float64(found[0].device) and all(x._format.precision <= PRECISION for x in found)
-    in_float64 = fits and not has_rests(args)
-    if all(x.acts_as == "parameter" for x in found) or in_float64:
+    in_float64 = all(serves(x._format, x.device) for x in found) and not has_rests(args)
+    if in_float64:
         return compute(func, *args, **kwargs)
     format, columns = _enter(func.overloadpacket.__name__, args[:2])
     joined = [torch.cat([x.reshape(-1) for x in terms]) for terms in zip(*columns, strict=True)]

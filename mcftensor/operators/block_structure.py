@@ -14,12 +14,13 @@ from torch import Tensor
 
 from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.arithmetic.write_counts import moved
-from mcftensor.dispatch.operands import mapped, overwrite, plain, plainly
+from mcftensor.dispatch.operands import mapped, plain, plainly
 from mcftensor.dispatch.storage_formats import on_numbers, store_numbers
+from mcftensor.dispatch.store import overwrite
 from mcftensor.formats import PLAIN
 from mcftensor.formats.moving import options_for
-from mcftensor.kernels.without_float64 import has_float64
-from mcftensor.passes.format_conversion import odd_number, recode
+from mcftensor.kernels.without_float64 import widest
+from mcftensor.passes.format_conversion import machine_number, recode
 from mcftensor.tensor.tensor import MCFTensor
 
 
@@ -121,10 +122,10 @@ def _padded(x: MCFTensor, pad: Sequence[int], value: float = 0.0) -> MCFTensor:
 def _wide(x: Any) -> Any:
     """Return floats in float64; without it in float32, rounded to odd, to be rounded once more."""
     if isinstance(x, float):
-        return x if has_float64() else odd_number(x).item()
+        return machine_number(x).item()
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
-    if has_float64(x.device):
+    if widest(x.device) == torch.float64:
         return plainly(x, torch.float64)
     return Sum(x._format.decode(x._read()) if isinstance(x, MCFTensor) else [x]).to_odd()
 

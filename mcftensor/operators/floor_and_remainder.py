@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.integer_parts import decimals_of, modulo, whole
-from mcftensor.dispatch.default_handler import compute
+from mcftensor.dispatch.default_handler import of_values
 from mcftensor.dispatch.operands import common_format, entered, expansions, selected, stored_in
 from mcftensor.dispatch.registry import implements
-from mcftensor.dispatch.storage_formats import of_terms
 from mcftensor.formats import named
-from mcftensor.kernels.without_float64 import PARTS, PIECES, has_float64
+from mcftensor.kernels.without_float64 import format_of_numbers
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -27,11 +26,9 @@ aten = torch.ops.aten
     aten.round.decimals,  # x.round(decimals=2)
     aten.frac.default,  # x.frac
 )
-@of_terms
+@of_values
 def to_whole(func: Any, x: MCFTensor, *, decimals: int = 0) -> Any:
     """Return elements rounded to whole numbers or decimals, or without their whole part."""
-    if x.acts_as == "parameter":
-        return compute(func, x, **({"decimals": decimals} if func is aten.round.decimals else {}))
     format, terms = x.format, list(x._read())
     if decimals:
         found = decimals_of(terms, decimals, format.dtype, len(terms))
@@ -45,8 +42,7 @@ def _terms(x: Any, device: torch.device) -> list[Tensor]:
     if isinstance(x, MCFTensor):
         return list(x._read())
     if isinstance(x, Tensor) and not x.is_floating_point():
-        whole = named(PARTS if has_float64(device) else PIECES)
-        return stored_in(x, whole, device)
+        return stored_in(x, named(format_of_numbers(device)), device)
     return entered(x, device)[1]
 
 
@@ -57,11 +53,9 @@ def _terms(x: Any, device: torch.device) -> list[Tensor]:
     aten.remainder.Tensor,  # x % y
     aten.remainder.Scalar_Tensor,  # 3 % x
 )
-@of_terms
+@of_values
 def to_remainder(func: Any, x: Any, y: Any) -> Any:
     """Return remainders. Numbers and plain tensors are not rounded to the format first."""
-    if all(z.acts_as == "parameter" for z in expansions((x, y))):
-        return compute(func, x, y)
     name = func.overloadpacket.__name__
     format = common_format(name, (x, y))
     device = expansions((x, y))[0].device

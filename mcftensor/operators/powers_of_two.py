@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.base_types import BASES, power_of_two
-from mcftensor.dispatch.default_handler import compute
+from mcftensor.dispatch.default_handler import compute, of_values
 from mcftensor.dispatch.operands import selected
 from mcftensor.dispatch.registry import implements
-from mcftensor.dispatch.storage_formats import of_terms
 from mcftensor.passes import expansion
 from mcftensor.tensor import MCFTensor
 
@@ -20,20 +19,18 @@ aten = torch.ops.aten
 
 
 @implements(aten.ldexp.Tensor)  # torch.ldexp
-@of_terms
+@of_values
 def ldexp(func: Any, x: Any, exponent: Any) -> Any:
     """Return x times a power of two with integer exponents."""
-    if not isinstance(x, MCFTensor) or x.acts_as == "parameter" or exponent.is_floating_point():
+    if not isinstance(x, MCFTensor) or exponent.is_floating_point():
         return compute(func, x, exponent)
     return selected(_times_power(x._read(), exponent), x._format, "value", [x])
 
 
 @implements(aten.frexp.Tensor)  # torch.frexp
-@of_terms
+@of_values
 def frexp(func: Any, x: MCFTensor) -> Any:
     """Return values in [1/2, 1), or in (-1, -1/2], and the exponents of their powers of two."""
-    if x.acts_as == "parameter":
-        return compute(func, x)
     leading, *tails = x._read()
     wide = torch.float32 if leading.dtype.itemsize == 2 else leading.dtype
     mantissa, exponent = torch.frexp(leading.to(wide))

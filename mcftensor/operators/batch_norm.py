@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.base_types import NARROW
-from mcftensor.dispatch.default_handler import PRECISION, compute
-from mcftensor.dispatch.in_float64 import WIDE
+from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.operands import named_arguments, plainly, value_of
 from mcftensor.dispatch.registry import implements
-from mcftensor.dispatch.rounded_arguments import WidenedArguments, is_long, is_recorded
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.dispatch.rounded_arguments import WidenedArguments, is_recorded
+from mcftensor.dispatch.system import WIDE, may_round, serves
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -118,7 +117,7 @@ def _dtype_beside(given: dict[str, Any], trains: bool) -> torch.dtype | None:
     """Return the dtype for weight and statistics, or None for values that no dtype serves."""
     x = given["input"]
     if _is_value(x):
-        return WIDE if has_float64(x.device) and x.format.precision <= PRECISION else None
+        return WIDE if serves(x.format, x.device) else None
     weight = given.get("weight", x)
     is_alike = "weight" in given and (weight is None or weight.dtype == x.dtype)
     dtype: torch.dtype = x.dtype
@@ -131,7 +130,7 @@ def _of_long_input(func: Any, given: dict[str, Any], trains: bool) -> WidenedArg
     In training, norms are of the batch alone: running statistics are updated afterwards.
     """
     x = given["input"]
-    if not _is_value(x) or not is_long(x) or not (func in _BACKWARD or "bias" in given):
+    if not _is_value(x) or not may_round(x) or not (func in _BACKWARD or "bias" in given):
         return None
     own = {name: _of_role(name, y) for name, y in given.items()}
     if func not in (*_BACKWARD, aten.native_batch_norm.default):
