@@ -23,7 +23,7 @@ BUDGETS = {
     "dispatch": 4400,
     "formats": 1950,
     "kernels": 4200,
-    "meters": 1550,
+    "meters": 1430,
     "operators": 2280,
     "passes": 2350,
     "patches": 1990,
