@@ -199,14 +199,14 @@ def test_a_fused_step_of_adamw_is_right_in_the_mean():
     optimizer.step()
     change = -lr * g / (g + 1e-8) - lr * decay * begin
     second = (1 - 0.999) * g * g
-    for x, exact, error in (
-        (p.detach(), begin + change, 2.0**-22 * abs(change)),
-        (optimizer.state[p]["exp_avg_sq"], second, 2.0**-23 * second),
+    made = [mcf.as_plain(x.detach(), torch.float64) for x in (p, optimizer.state[p]["exp_avg_sq"])]
+    for numbers, exact, error in zip(
+        made, (begin + change, second), (2.0**-22 * abs(change), 2.0**-23 * second), strict=True
     ):
-        numbers = mcf.as_plain(x, torch.float64)
         assert len(set(numbers.tolist())) == 2
         deviation = numbers.std().item() / count**0.5
         assert abs(numbers.mean().item() - exact) < 4 * deviation + error
+    assert torch.corrcoef(torch.stack(made))[0, 1].abs() < 4 / count**0.5  # of one hash
 
 
 @pytest.mark.parametrize("path", [pytest.param("foreach", marks=pytest.mark.slow), "fused"])
