@@ -23,7 +23,7 @@ from mcftensor.checkpoint.module_hooks import (
     store_as_terms,
 )
 from mcftensor.dispatch.format_as_dtype import cast
-from mcftensor.dispatch.operands import is_transformed, value_in
+from mcftensor.dispatch.operands import value_in
 from mcftensor.dispatch.registry import implements
 from mcftensor.formats import (
     Format,
@@ -35,7 +35,7 @@ from mcftensor.formats import (
     require_format,
 )
 from mcftensor.formats.defaults import format_of_buffer, format_of_weights, is_average
-from mcftensor.kernels.columns import is_bare
+from mcftensor.kernels.columns import is_bare, is_transformed
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.patches.objects import (
     as_held,

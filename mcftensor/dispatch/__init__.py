@@ -25,8 +25,8 @@ from mcftensor.dispatch.inplace_and_out import (
     onto_plain,
 )
 from mcftensor.dispatch.registry import FAMILIES, IN_STEP, SHORTCUTS, TABLE, Handler, handler_of
+from mcftensor.dispatch.schemas import functional
 from mcftensor.dispatch.torch_functions import WHOLE, evaluate_whole
-from mcftensor.dispatch.write_results import functional
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.step_context import current_step

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.dispatch.format_as_dtype import cast
-from mcftensor.dispatch.operands import expansions, is_wrapped, mapped
+from mcftensor.dispatch.operands import expansions, mapped
 from mcftensor.dispatch.torch_functions import FUNCTIONS, converted, evaluate_whole
 from mcftensor.formats import PLAIN
+from mcftensor.kernels.columns import is_wrapped
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.implicit_rounding import holds
 

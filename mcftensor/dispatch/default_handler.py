@@ -21,13 +21,15 @@ from mcftensor.dispatch.operands import (
     leaves,
     mapped,
     plainly,
+    refusal,
     value_of,
     with_leading,
 )
 from mcftensor.dispatch.registry import Handler, implements
 from mcftensor.dispatch.rounded_arguments import WidenedArguments, is_recorded
+from mcftensor.dispatch.schemas import written_to
+from mcftensor.dispatch.store import assign
 from mcftensor.dispatch.system import evaluated, system_of
-from mcftensor.dispatch.write_results import assign, refusal, written_to
 from mcftensor.formats import Format
 from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor import MCFTensor

@@ -17,7 +17,6 @@ from mcftensor.dispatch.defer import recorded, some_rows
 from mcftensor.dispatch.operands import (
     after,
     component_columns,
-    count_write,
     plain,
     require_numbers,
     rounding_key,
@@ -25,6 +24,7 @@ from mcftensor.dispatch.operands import (
 )
 from mcftensor.dispatch.resolve import Kind, Plan, kind_of, kinds_of, plan
 from mcftensor.dispatch.storage_formats import are_apart
+from mcftensor.dispatch.store import count_write
 from mcftensor.formats import Format, named
 from mcftensor.kernels import Columns, run_alike
 from mcftensor.kernels.columns import Column, is_bare, places_of, repeated

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.operands import is_transformed, leaves, value_of
+from mcftensor.dispatch.operands import leaves, value_of
 from mcftensor.dispatch.system import PRECISION, WIDE, serves
 from mcftensor.dispatch.torch_functions import converted
 from mcftensor.formats import PLAIN, Format, named
+from mcftensor.kernels.columns import is_transformed
 from mcftensor.kernels.without_float64 import PAIR, widest, without
 from mcftensor.passes.format_conversion import number_terms
 from mcftensor.tensor.components import any_format_of, format_of, on_local

@@ -16,12 +16,8 @@ from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.operands import expansions, leaves, mapped, plainly
 from mcftensor.dispatch.registry import TABLE, Handler
-from mcftensor.dispatch.write_results import (
-    assign_tree,
-    require_no_grad,
-    without_results,
-    written_to,
-)
+from mcftensor.dispatch.schemas import without_results, written_to
+from mcftensor.dispatch.store import assign_tree, require_no_grad
 from mcftensor.kernels.without_float64 import widest
 from mcftensor.passes.operators import OPERATORS
 from mcftensor.tensor import GradientTensor, MCFTensor

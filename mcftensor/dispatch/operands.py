@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -14,8 +13,7 @@ from mcftensor.arithmetic.write_counts import count_beside, moved, name_, start,
 from mcftensor.dispatch.resolve import uses_leading
 from mcftensor.formats import PLAIN, Format, named
 from mcftensor.formats.promotion import longest_format
-from mcftensor.kernels import LOCK
-from mcftensor.kernels.columns import is_bare, on_device
+from mcftensor.kernels.columns import on_device
 from mcftensor.kernels.without_float64 import is_long_int, widest
 from mcftensor.passes.format_conversion import collapse, key_for, number_terms, recode
 from mcftensor.passes.operators import Number
@@ -60,22 +58,6 @@ def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> d
     return {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
 
 
-def is_wrapped(x: Tensor) -> bool:
-    """Return whether a transform of `torch.func` wraps a tensor; False while Dynamo compiles."""
-    return (
-        not torch.compiler.is_dynamo_compiling()
-        and torch._C._functorch.is_functorch_wrapped_tensor(x)
-    )
-
-
-def is_transformed(x: Tensor) -> bool:
-    """Return whether a transform of `torch.func` wraps what is made of a tensor."""
-    return is_wrapped(x) or (
-        not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is not None
-    )
-
-
 def leading(tree: Any) -> Any:
     """Return the arguments with every expansion replaced by its leading component."""
     return mapped(lambda x: x.compute_tensor if isinstance(x, MCFTensor) else x, tree)
@@ -101,7 +83,6 @@ def check_update(func: Any, target: Any, source: Any) -> None:
         and (target._role == "parameter" or not target._format.shared)
         and not isinstance(source, MCFTensor)
         and isinstance(source, Tensor)
-        and is_bare([source, target._component0])
     ):
         updating(func, target, source)
 
@@ -348,58 +329,11 @@ def after(format: Format, key: Tensor | None) -> Tensor | None:
     return None if key is None or format.rounding != "balanced" else key + 1
 
 
-def count_write(targets: Sequence[Tensor]) -> None:
-    """Add one to the write counts of tensors."""
-    counts = [x._writes for x in targets if isinstance(x, MCFTensor) and x._writes is not None]
-    if len(counts) > 1 and is_bare(counts):
-        torch._foreach_add_(counts, 1)
-    else:
-        for x in counts:
-            x.add_(1)
-
-
-def require_castable(dtype: torch.dtype, target: Tensor) -> None:
-    """Raise RuntimeError, as PyTorch does, if a write needs an invalid cast such as float to
-    integer.
-    """
-    if not torch.can_cast(dtype, target.dtype):
-        raise RuntimeError(
-            f"result type {dtype} can't be cast to the desired output type {target.dtype}"
-        )
-
-
-def store(target: Tensor, result: Tensor) -> None:
-    """Write a result into an expansion, to nearest, or rounded once into a plain tensor."""
-    require_castable(result.dtype, target)
-    if isinstance(target, MCFTensor):
-        fill(target, stored_in(result, target._format, target.device))
-        count_write([target])
-    else:
-        target.copy_(plainly(result, target.dtype))
-
-
-def fill(target: MCFTensor, components: Iterable[Tensor], non_blocking: bool = False) -> None:
-    """Write components into an expansion by one call, which no signal can interrupt."""
-    overwrite(target.components, components, non_blocking)
-
-
-def overwrite(
-    targets: Iterable[Tensor], components: Iterable[Tensor], non_blocking: bool = False
-) -> None:
-    """Write components into given target components, as `fill`."""
-    own, new = list(targets), list(components)
-    if is_bare(own, new):
-        with LOCK:
-            torch._foreach_copy_(own, new, non_blocking)
-    else:  # single operators, which compilers can trace
-        copy = torch.ops.aten.copy_.default._op
-        uninterrupted([partial(copy, x, y, non_blocking) for x, y in zip(own, new, strict=True)])
-
-
-def uninterrupted(calls: Sequence[partial[Any]]) -> list[Any]:
-    """Return the results of calls of C functions, made by one bytecode.
-
-    Python handles signals between bytecodes, and so never between these calls.
-    """
-    with LOCK:
-        return list(map(partial.__call__, calls))
+def refusal(func: Any, found: Sequence[MCFTensor], reason: str) -> NotImplementedError:
+    """Return the error of an operation that cannot carry the precision."""
+    shapes = ", ".join(f"{x.format.name} {tuple(x.shape)}" for x in found)
+    return NotImplementedError(
+        f"{func}: not available on expansions ({shapes}): {reason}, and terms are never dropped "
+        "in silence. Compute on mcf.as_plain(x, torch.float64) and come back with "
+        "mcf.as_expansion(result, x.format), or copy_() the result into x"
+    )

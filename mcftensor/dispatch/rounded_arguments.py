@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mcftensor.dispatch.operands import expansions, leaves, mapped
+from mcftensor.dispatch.schemas import without_results
 from mcftensor.dispatch.system import WIDE, may_round
-from mcftensor.dispatch.write_results import without_results
 from mcftensor.formats import Format, named
 from mcftensor.kernels.columns import is_bare
 from mcftensor.kernels.custom_ops import opaque

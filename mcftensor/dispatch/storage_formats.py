@@ -20,19 +20,18 @@ from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.dispatch.operands import (
     are_lifted,
     computes_plainly,
-    count_write,
     expansions,
     leading,
     leaves,
     mapped,
     on_leading,
-    overwrite,
-    require_castable,
+    refusal,
     rounding_key,
     stored_in,
 )
 from mcftensor.dispatch.registry import Handler
-from mcftensor.dispatch.write_results import refusal, written_to
+from mcftensor.dispatch.schemas import written_to
+from mcftensor.dispatch.store import count_write, overwrite, require_castable
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Column, is_bare, places_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import special_functions
-from mcftensor.dispatch.write_results import written_to
+from mcftensor.dispatch.schemas import written_to
 from mcftensor.formats import Format
 from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor import GradientTensor, MCFTensor

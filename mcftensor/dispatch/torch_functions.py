@@ -27,20 +27,20 @@ from mcftensor.dispatch.default_handler import explained, unlike_dtypes
 from mcftensor.dispatch.operands import (
     common_format,
     expansions,
-    is_wrapped,
     leaves,
     mapped,
     plainly,
+    refusal,
     value_of,
     with_leading,
 )
 from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.dispatch.rounded_arguments import first_if_rounded, has_rests
 from mcftensor.dispatch.storage_formats import decoded, say_what_is_rounded
+from mcftensor.dispatch.store import assign_tree, require_no_grad
 from mcftensor.dispatch.system import PRECISION_OF_FLOAT32, WIDE, serves
-from mcftensor.dispatch.write_results import assign_tree, refusal, require_no_grad
 from mcftensor.formats import PLAIN, Format, PlainFormat, named
-from mcftensor.kernels.columns import is_bare
+from mcftensor.kernels.columns import is_bare, is_wrapped
 from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.step_context import current_step, outside

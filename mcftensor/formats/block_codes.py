@@ -203,7 +203,7 @@ class UE5M3(BlockFormat):
         unscaled = (exponents << 23).view(torch.float32)
         y = x.abs() * unscaled
         is_top = scales == _TOP
-        bits = y.view(torch.int32) - torch.where(is_top, 97 << 23, 96 << 23)
+        bits = y.view(torch.int32) - (is_top.to(torch.int32) << 23) - (96 << 23)
         codes = _rounded(bits if noise is None else _by_roots(bits), noise)
         codes = codes.maximum(torch.ones_like(codes))
         top = torch.where(codes < _INFINITE, codes, _INFINITE - 1)

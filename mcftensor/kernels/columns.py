@@ -29,6 +29,22 @@ _dtype = operator.attrgetter("dtype")
 _BARE = {Tensor, torch.nn.Parameter, bool, int, float, str, type(None)}
 
 
+def is_wrapped(x: Tensor) -> bool:
+    """Return whether a transform of `torch.func` wraps a tensor; False while Dynamo compiles."""
+    return (
+        not torch.compiler.is_dynamo_compiling()
+        and torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Return whether a transform of `torch.func` wraps what is made of a tensor."""
+    return is_wrapped(x) or (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 def is_bare(*lists: Sequence[Any]) -> bool:
     """Whether a call with these lists is seen by eager PyTorch alone: no tracer or transform."""
     return (

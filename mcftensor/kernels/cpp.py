@@ -61,6 +61,7 @@ _DIALECT = Dialect(
         "to": "to<{type}>({0})",
         "where": "choose({0}, {1}, {2})",
         "abs": "magnitude({0})",
+        "shift_logical": "shifted({0}, {1})",
         "sqrt": "root({0})",
         "fma": "fma({0}, {1}, {2})",
         ("to", torch.bool): "to<{type}>(-{0})",
@@ -139,34 +140,57 @@ using H = Lanes<uint16_t>::type;
 #if SHUFFLES
 typedef uint16_t Halves __attribute__((vector_size(4 * LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(2 * LANES)));
-INLINE H wide(B x) { return as<H>(__builtin_shufflevector(x, B{}, BEFORE_ZEROS)); }
 INLINE U wide(H x) { return as<U>(__builtin_shufflevector(x, H{}, BEFORE_ZEROS)); }
+INLINE U wide(B x) { return wide(as<H>(__builtin_shufflevector(x, B{}, BEFORE_ZEROS))); }
 INLINE H narrow(U x) {
   Halves y = as<Halves>(x);
   return __builtin_shufflevector(y, y, EACH_SECOND);
 }
-INLINE B narrow(H x) {
-  Bytes y = as<Bytes>(x);
+INLINE B narrow_twice(U x) {
+  Bytes y = as<Bytes>(narrow(x));
   return __builtin_shufflevector(y, y, EACH_SECOND);
 }
+#elif defined(__AVX2__) && !defined(__clang__) && LANES == 8
+typedef char Bytes __attribute__((vector_size(32)));
+typedef char Half __attribute__((vector_size(16)));
+typedef short Shorts __attribute__((vector_size(16)));
+typedef long long Words __attribute__((vector_size(32)));
+typedef long long Word __attribute__((vector_size(16)));
+INLINE U wide(H x) { return as<U>(__builtin_ia32_pmovzxwd256(as<Shorts>(x))); }
+INLINE U wide(B x) {
+  return as<U>(__builtin_ia32_pmovzxbd256(as<Half>(Word{as<long long>(x), 0})));
+}
+INLINE H narrow(U x) {  // within each half of the vector, and then the halves together
+  constexpr Bytes places = {0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1,
+                            0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1};
+  Words y = as<Words>(__builtin_ia32_pshufb256(as<Bytes>(x), places));
+  y = __builtin_ia32_permdi256(y, 8);
+  return as<H>(Word{y[0], y[1]});
+}
+INLINE B narrow_twice(U x) {
+  constexpr Bytes places = {0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                            -1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1};
+  Words y = as<Words>(__builtin_ia32_pshufb256(as<Bytes>(x), places));
+  y |= __builtin_ia32_permdi256(y, 2);
+  return as<B>(y[0]);
+}
 #else
-INLINE H wide(B x) { return to<H>(x); }
 INLINE U wide(H x) { return to<U>(x); }
+INLINE U wide(B x) { return wide(to<H>(x)); }
 INLINE H narrow(U x) { return to<H>(x); }
-INLINE B narrow(H x) { return to<B>(x); }
+INLINE B narrow_twice(U x) { return to<B>(narrow(x)); }
 #endif
 template <class V, class T>
 INLINE V load(const T *p, int n) {
   typename Lanes<T>::type x = {};
   __builtin_memcpy(&x, p, n * sizeof(T));
-  if constexpr (sizeof(T) == 1) return to<V>(wide(wide(x)));
-  else if constexpr (sizeof(T) == 2) return to<V>(wide(x));
+  if constexpr (sizeof(T) <= 2) return to<V>(wide(x));
   else return to<V>(x);
 }
 template <class T, class V>
 INLINE void store(T *p, V pattern, int n) {
   auto put = [&](auto x) { __builtin_memcpy(p, &x, n * sizeof(T)); };
-  if constexpr (sizeof(T) == 1) put(narrow(narrow(to<U>(pattern))));
+  if constexpr (sizeof(T) == 1) put(narrow_twice(to<U>(pattern)));
   else if constexpr (sizeof(T) == 2) put(narrow(to<U>(pattern)));
   else put(to<typename Lanes<T>::type>(pattern));
 }
@@ -268,6 +292,8 @@ INLINE V greater(V x, V y) {
   larger = y != y ? y : larger;
   return x != x ? x : larger;
 }
+INLINE I shifted(I x, I places) { return as<I>(as<U>(x) >> places); }
+INLINE L shifted(L x, L places) { return as<L>(as<UL>(x) >> places); }
 INLINE F root(F x) {
   for (int k = 0; k < LANES; ++k) x[k] = __builtin_sqrtf(x[k]);
   return x;
@@ -276,9 +302,17 @@ INLINE D root(D x) {
   for (int k = 0; k < LANES; ++k) x[k] = __builtin_sqrt(x[k]);
   return x;
 }
-INLINE F fma(F x, F y, F z) {
+INLINE F fma(F x, F y, F z) {  // GCC may leave a loop over lanes scalar
+#if defined(__AVX512F__) && !defined(__clang__) && LANES == 16
+  return __builtin_ia32_vfmaddps512_mask(x, y, z, -1, 4);
+#elif defined(__FMA__) && !defined(__clang__) && LANES == 8
+  return __builtin_ia32_vfmaddps256(x, y, z);
+#elif defined(__FMA__) && !defined(__clang__) && LANES == 4
+  return __builtin_ia32_vfmaddps(x, y, z);
+#else
   for (int k = 0; k < LANES; ++k) x[k] = __builtin_fmaf(x[k], y[k], z[k]);
   return x;
+#endif
 }
 template <class V>
 INLINE V sign_of(V x) { return (x > 0 ? all<V>(1) : all<V>(0)) - (x < 0 ? all<V>(1) : all<V>(0)); }
@@ -299,10 +333,11 @@ template <class M, class V>
 INLINE V choose(M mask, V x, V y) { return to<V>(mask) ? x : y; }
 """
 
-# By default GCC keeps more values of such programs live than there are registers.
+# The vectors of a block do not lag each other. By default GCC would let all of them wait for the
+# quotient of the first.
 _SCHEDULED = """\
 #ifndef __clang__
-#pragma GCC optimize ("schedule-insns,no-gcse")
+#pragma GCC optimize ("schedule-insns,no-gcse,sched-pressure")
 #endif
 """
 
@@ -312,25 +347,23 @@ _SHARING = (
 #define SHARING {BLOCK_SIZE}
 """
     + """\
-template <int WIDTH>
-struct Largest {
-  typedef int32_t Half __attribute__((vector_size(sizeof(int32_t) * WIDTH / 2)));
-  template <class V>
-  INLINE int32_t of(V x) {
-    Half halves[2];
-    __builtin_memcpy(halves, &x, sizeof x);
-    return Largest<WIDTH / 2>::of(halves[0] > halves[1] ? halves[0] : halves[1]);
+template <int STEP>
+INLINE I largest(I x) {  // of all lanes, in each lane
+  if constexpr (STEP == 0) return x;
+  else {
+#ifdef __clang__
+    I y = x;
+    for (int k = 0; k < LANES; ++k) y[k] = x[k ^ STEP];
+#else
+    I y = __builtin_shuffle(x, counted<I>() ^ STEP);
+#endif
+    return largest<STEP / 2>(x > y ? x : y);
   }
-};
-template <>
-struct Largest<1> {
-  template <class V>
-  INLINE int32_t of(V x) { return x[0]; }
-};
+}
 template <class... V>
 INLINE I block_max(I x, V... others) {
   ((x = x > others ? x : others), ...);
-  return all<I>(Largest<LANES>::of(x));
+  return largest<LANES / 2>(x);
 }
 """
 )
@@ -440,7 +473,7 @@ def source(program: Program, width: int) -> str:
     )
     prelude = BITS + _PRELUDE
     if signature.shared:
-        prelude = _SCHEDULED + prelude + _SHARING
+        prelude = (_SCHEDULED if waits else "") + prelude + _SHARING
     return f"#define LANES {lanes}\n#define GRAIN {GRAIN}\n{_shuffles(lanes)}{prelude}{loop}"
 
 

@@ -143,6 +143,8 @@ class Printer:
         places = [o for o in x.operands if isinstance(o, Place)]
         of = self.instructions[places[0].index].dtype
         own = of if x.dtype == torch.bool else x.dtype
+        if (shift := self._logical_shift(x)) is not None:
+            return self._operation("shift_logical", own, own, *(self._text(o, own) for o in shift))
         operands = [self._text(o, own) for o in x.operands]
         if x.name == "block_max":
             of_each = [self._name("v", places[0].index, suffix) for suffix in self.copy.sharing]
@@ -156,6 +158,22 @@ class Printer:
         held = _INEXACT if x.dtype.is_floating_point else _OVERFLOWING
         narrower = x.dtype.itemsize < COMPUTED[x.dtype].itemsize
         return f"to_{name_of(x.dtype)}({value})" if narrower and x.name in held else value
+
+    def _logical_shift(self, x: Instruction) -> tuple[Any, int] | None:
+        """Return the operands of a right shift if x clears exactly the copies of the sign.
+
+        Then one instruction shifts in zeros.
+        """
+        if x.name != "and" or "shift_logical" not in self.dialect.operations:
+            return None
+        shifted, mask = x.operands
+        if not isinstance(shifted, Place) or x.dtype != COMPUTED[x.dtype]:
+            return None
+        shift, bits = self.instructions[shifted.index], 8 * x.dtype.itemsize
+        if shift.name != "shift_right":
+            return None
+        of, count = shift.operands
+        return (of, count) if count in range(bits) and mask == (1 << bits - count) - 1 else None
 
     def _operation(self, name: str, of: torch.dtype, dtype: torch.dtype, *operands: str) -> str:
         operations = self.dialect.operations

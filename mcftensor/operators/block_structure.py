@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.arithmetic.write_counts import moved
-from mcftensor.dispatch.operands import mapped, overwrite, plain, plainly
+from mcftensor.dispatch.operands import mapped, plain, plainly
 from mcftensor.dispatch.storage_formats import on_numbers, store_numbers
+from mcftensor.dispatch.store import overwrite
 from mcftensor.formats import PLAIN
 from mcftensor.formats.moving import options_for
 from mcftensor.kernels.without_float64 import widest

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcftensor.dispatch.operands import expansions, leaves, mapped, stored_in
+from mcftensor.dispatch.operands import expansions, leaves, mapped, refusal, stored_in
 from mcftensor.dispatch.registry import FAMILIES, implements
-from mcftensor.dispatch.write_results import refusal
 from mcftensor.formats import Format, movable
 from mcftensor.tensor import MCFTensor
 

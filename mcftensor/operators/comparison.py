@@ -26,20 +26,19 @@ from mcftensor.dispatch.operands import (
     leading,
     on_leading,
     selected,
-    store,
     stored_in,
 )
 from mcftensor.dispatch.registry import implements, register_forms
 from mcftensor.dispatch.rounded_arguments import has_rests
 from mcftensor.dispatch.storage_formats import of_terms
+from mcftensor.dispatch.store import store
 from mcftensor.dispatch.system import serves
 from mcftensor.formats import Format
-from mcftensor.kernels.columns import is_bare
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.without_float64 import widest, without
 from mcftensor.passes import expansion
 from mcftensor.tensor import GradientTensor, MCFTensor
-from mcftensor.tensor.implicit_rounding import note_moved, rounding
+from mcftensor.tensor.implicit_rounding import note_moved
 
 aten = torch.ops.aten
 Terms = Sequence[Tensor]
@@ -117,9 +116,7 @@ def _register_choice(name: str, select: Callable[..., list[Tensor]]) -> None:
     def choice_into(func: Any, *args: Any, out: Tensor | None = None) -> Any:
         target = args[0] if out is None else out
         chosen = _chosen(name, args, select)
-        if not isinstance(target, MCFTensor):
-            rounding(func, [chosen], target)
-        store(target, chosen)
+        store(func, target, chosen, [chosen])
         return target
 
     register_forms(name, choice, choice_into, choice_into)
@@ -175,8 +172,7 @@ def _where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
         return compute(func, condition, x, y)
     if computes_plainly((x, y)):
         chosen = on_leading(func, (condition, x, y), {})
-        if is_bare([chosen]):
-            note_moved(chosen, expansions((x, y))[0])
+        note_moved(chosen, expansions((x, y))[0])
         return chosen
     return _chosen("where", (x, y), lambda x, y: choose(condition, x, y))
 

@@ -14,13 +14,12 @@ from mcftensor.dispatch.operands import (
     are_lifted,
     common_role,
     computes_plainly,
-    expansions,
     leading,
     on_leading,
-    store,
     value_of,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Shortcut, implements, register_forms
+from mcftensor.dispatch.store import store
 from mcftensor.dispatch.system import WIDE
 from mcftensor.formats import named
 from mcftensor.kernels.without_float64 import PAIR, widest
@@ -65,14 +64,13 @@ def _evaluate_to(
         return storage_formats.on_numbers(func, args, kwargs)
     if storage_formats.are_numbers((*operands, target)):
         return storage_formats.on_numbers(func, args, kwargs)
-    if not isinstance(target, MCFTensor):
-        if are_lifted(operands) or common_role(operands) == "parameter":
-            func(*leading(args), **leading(kwargs))
-            return target
-        rounding(name, expansions(operands), target)
+    is_plain = not isinstance(target, MCFTensor)
+    if is_plain and (are_lifted(operands) or common_role(operands) == "parameter"):
+        func(*leading(args), **leading(kwargs))
+        return target
     format = target._format if isinstance(target, MCFTensor) else None
     (result,) = evaluate_rows(name, columns, keywords, 1, format)
-    store(target, result)
+    store(name, target, result, operands)
     return target
 
 
@@ -86,7 +84,7 @@ def _evaluated_in_place(
     if is_done is False:
         target = columns[0][0]
         (result,) = evaluate_rows(name, columns, keywords, 1, target._format)
-        store(target, result)
+        store(name, target, result, [])
     return is_done is not None
 
 

@@ -10,16 +10,10 @@ from torch import Tensor
 
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.dispatch import storage_formats
-from mcftensor.dispatch.operands import (
-    after,
-    expansions,
-    is_wrapped,
-    rounding_key,
-    stored_in,
-    value_of,
-)
+from mcftensor.dispatch.operands import after, expansions, rounding_key, stored_in, value_of
 from mcftensor.dispatch.registry import implements
 from mcftensor.formats import PLAIN, Format
+from mcftensor.kernels.columns import is_wrapped
 from mcftensor.kernels.custom_ops import LIBRARY, opaque
 from mcftensor.kernels.without_float64 import widest
 from mcftensor.passes import expressions

@@ -24,21 +24,19 @@ from mcftensor.dispatch.operands import (
     common_format,
     common_role,
     computes_plainly,
-    count_write,
     expansions,
-    fill,
     leading,
     named_arguments,
+    refusal,
     rounding_key,
     selected,
     stored_in,
     template,
-    uninterrupted,
 )
 from mcftensor.dispatch.registry import FAMILIES, implements
 from mcftensor.dispatch.storage_formats import plain_numbers
+from mcftensor.dispatch.store import count_write, fill, uninterrupted
 from mcftensor.dispatch.system import holds_all
-from mcftensor.dispatch.write_results import refusal
 from mcftensor.formats import Format, compute_view, movable, unmoved
 from mcftensor.kernels import LOCK
 from mcftensor.kernels.columns import is_bare
@@ -237,9 +235,8 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     """Return expansions of one base as one; a plain tensor enters as a value."""
     if computes_plainly(tensors):
         joined = func(leading(tensors), *args)
-        if is_bare([joined]):
-            note_of_leading(joined, expansions(tensors)[0])
-            note_moved(joined, expansions(tensors)[0])
+        note_of_leading(joined, expansions(tensors)[0])
+        note_moved(joined, expansions(tensors)[0])
         return joined
     if share_scales(tensors):
         return join_blocks(func, tensors, *args)
@@ -575,8 +572,7 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     in_place = func._schema.name.endswith("_")
     if not in_place and computes_plainly((x, source)):
         moved = func(*leading(args), **leading(kwargs))
-        if is_bare([moved]):
-            note_moved(moved, expansions((x, source))[0])
+        note_moved(moved, expansions((x, source))[0])
         return moved
     if expansions(named) or named.get("accumulate") or (in_place and not isinstance(x, MCFTensor)):
         return compute(func, *args, **kwargs)

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.formats import Format
+from mcftensor.kernels.columns import is_bare
 from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor.step_context import current_step
 
@@ -185,7 +186,7 @@ def narrowing(operation: str, formats: Mapping[str, tuple[Format, Format]]) -> N
         operation: its name.
         formats: the format of each expansion and the one that it is rounded to.
     """
-    if not formats or _thread.action == "ignore" or torch.compiler.is_dynamo_compiling():
+    if _thread.action == "ignore" or torch.compiler.is_dynamo_compiling():
         return
     name, (its, own) = next(iter(formats.items()))
     others = f" and {len(formats) - 1} more" if len(formats) > 1 else ""
@@ -254,7 +255,7 @@ _moved: dict[int, StorageWeakRef] = {}
 def note_of_leading(result: Tensor, x: Any) -> None:
     """Note a plain result, in a wider dtype, of arithmetic with the leading term of a parameter."""
     is_wider = result.dtype != x.dtype and result.is_floating_point()
-    if not is_wider or result.layout is not torch.strided:
+    if not is_wider or result.layout is not torch.strided or not is_bare([result]):
         return
     _note(_of_leading, result)
 
@@ -264,7 +265,7 @@ def note_moved(result: Tensor, x: Any) -> None:
 
     It may become a parameter in place of the one that it is made of.
     """
-    if type(result) is Tensor and result.dtype == x.dtype and not result.requires_grad:
+    if result.dtype == x.dtype and not result.requires_grad and is_bare([result]):
         _note(_moved, result)
 
 
@@ -294,7 +295,10 @@ _COPIES = 4  # small changes of the same memory that make a line an update
 _OTHERS = 8  # copies that are no small changes, after which a line is examined less often
 _SMALL = 2.0**-5  # a small change, relative to the element
 _PLUMBING = (
-    *(f"{_FOLDERS[1]}{folder}{os.sep}" for folder in ("tensor", "dispatch", "kernels")),
+    *(
+        f"{_FOLDERS[1]}{folder}{os.sep}"
+        for folder in ("tensor", "dispatch", "operators", "kernels")
+    ),
     *(f"{_FOLDERS[0]}{file}" for file in ("_ops.py", "_tensor.py")),
 )
 
@@ -348,6 +352,8 @@ def updating(operation: Any, target: Any, source: Tensor) -> None:
     """
     action = _thread.action
     if action == "ignore" or current_step() is not None or not target.numel():
+        return
+    if not is_bare([source, target._component0]):
         return
     frame: FrameType | None
     if is_of_leading := _is_of_leading(source):

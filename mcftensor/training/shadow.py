@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mcftensor.convert import as_plain
 from mcftensor.dispatch.operands import stored_in
 from mcftensor.formats import Format, fp64x2
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor.components import format_of, local, on_local
 from mcftensor.tensor.pickling import attributes_of_users
 from mcftensor.tensor.tensor import MCFTensor
@@ -211,7 +211,7 @@ def widened(x: Tensor, parameter: Tensor, name: str) -> Tensor:
 
 def sums_in(x: Tensor) -> torch.dtype:
     """Return the machine type of figures: float64 if the device has it."""
-    return torch.float64 if has_float64(x.device) or x.dtype in _WIDEST else torch.float32
+    return torch.float64 if x.dtype in _WIDEST else widest(x.device)
 
 
 def widened_parameters(x: Tensor, parameter: Tensor, name: str) -> Tensor:

@@ -13,11 +13,10 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.base_types import BASES, Base
 from mcftensor.wide import exact_constants as exact
 from mcftensor.wide.exponentials import bits_of, one
 from mcftensor.wide.guarded import (
-    SPARE,
     Terms,
     add,
     chosen,
@@ -28,9 +27,7 @@ from mcftensor.wide.guarded import (
     mul,
     neg,
     polynomial,
-    precision_of,
     scaled,
-    series,
     size_of,
     sqrt,
     sub,
@@ -43,9 +40,13 @@ from mcftensor.wide.logarithms import root_of_product
 _LOG2_T2 = 2 * math.log2(1 / 30)
 
 
+def _coefficient(k: int, base: Base, terms: int) -> list[Fraction]:
+    return [Fraction((-1) ** k, 2 * k + 1)]
+
+
 @functools.lru_cache(maxsize=16)
 def _table(bits: int) -> list[Fraction]:
-    return [exact.atan(Fraction(i, 16), bits) for i in range(16)]
+    return [exact.value("atan", bits, Fraction(i, 16)) for i in range(16)]
 
 
 def _angle(y: Terms, x: Terms, is_left: Tensor, terms: int) -> Terms:
@@ -60,9 +61,7 @@ def _angle(y: Terms, x: Terms, is_left: Tensor, terms: int) -> Terms:
     i, last = to_integer(torch.where(sixteenth > 15, 15.0, sixteenth))
     c = (i * 0.0625,)
     t = div(sub(y, mul(c, x, m), m), add(x, mul(c, y, m), m), m)
-    wanted = terms * precision_of(x[0]) + SPARE
-    taylor = series(lambda k: Fraction((-1) ** k, 2 * k + 1), _LOG2_T2, wanted)
-    value = mul(t, polynomial(mul(t, t, m), taylor, _LOG2_T2, terms), m)
+    value = mul(t, polynomial(mul(t, t, m), _coefficient, _LOG2_T2, terms), m)
     value = add(chosen(_table(bits), last, m, x[0]), value, m)
     pi = exact.pi(bits)
     value = where(is_steep, sub(constants(pi / 2, m, x[0]), value, m), value)

@@ -12,18 +12,12 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import special_functions
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.dispatch.operands import (
-    expansions,
-    mapped,
-    stored_in,
-    value_of,
-)
+from mcftensor.dispatch.operands import expansions, mapped, stored_in, value_of
 from mcftensor.formats import Format
 from mcftensor.operators.own_functions import by_formula
 from mcftensor.passes.operators import FUNCTIONS, Number, Operator
@@ -75,60 +69,13 @@ def in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
     return rounded
 
 
-# ------------------------------------------------------------------------- sums of exponentials
-
-
-@in_longer
-def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
-    if not x.numel():
-        return x.clone()
-    powers = torch.exp(x - x.amax(dim, keepdim=True))
-    return powers / powers.sum(dim, keepdim=True)
-
-
-@in_longer
-def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
-    larger = torch.maximum(x, y)
-    distance = torch.where(x == y, torch.zeros_like(larger), (x - y).abs())
-    return larger + torch.log1p(torch.exp(-distance))
-
-
 # -------------------------------------------------------------------------------- activations
-
-
-@in_longer
-def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
-    """Return PyTorch's softplus, which is x if beta x is above a threshold."""
-    inner = x * beta
-    return torch.where(inner > threshold, x, by_formula("softplus", inner) / beta)
-
-
-@in_longer
-def _softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
-    inner = x * beta
-    return torch.where(inner > threshold, grad, grad * torch.sigmoid(inner))
 
 
 def _root(x: Tensor) -> Tensor:
     """Return the root of e^min(x, 0): products with a power that underflows keep their digits, if
     its root is multiplied twice."""
     return torch.exp(torch.where(x < 0, x, torch.zeros_like(x)) / 2)
-
-
-@in_longer
-def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    root = _root(x)
-    return grad * (1 + x * torch.sigmoid(-x)) * torch.sigmoid(x.abs()) * root * root
-
-
-@in_longer
-def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """By u = (1 + e^x)^2, as `hyperbolic.mish`."""
-    p, root = torch.exp(-x.abs()), _root(x)
-    below = torch.where(x < 0, 2 + p * (2 + p), 1 + 2 * p * (1 + p))
-    gate = torch.where(x < 0, 2 + p, 1 + 2 * p) / below
-    bend = torch.where(x < 0, 4 * (1 + p), 4 * (1 + p) * p * p) / (below * below)
-    return grad * (gate + x * bend) * root * root
 
 
 @in_longer
@@ -225,9 +172,9 @@ def _sums_of_powers(x: Tensor, s: int) -> Tensor:
     inverse = start / last
     square = inverse * inverse
     rest = torch.zeros_like(x)
-    for k, number in reversed(list(enumerate(exact.bernoulli(count + 1)))[1:]):
+    for k in range(count, 0, -1):
         rising = Fraction(math.prod(range(s, s + 2 * k - 1)), math.factorial(2 * k))
-        rest = rest * square + like(x, number * rising / start ** (2 * k - 1))
+        rest = rest * square + like(x, exact.bernoulli(k) * rising / start ** (2 * k - 1))
     return total + _scaled_power(last, s) * (last / (s - 1) + 0.5 + inverse * rest)
 
 
@@ -266,19 +213,6 @@ def _times_logarithm(logarithm: Callable[[Tensor], Tensor]) -> Callable[..., Ten
     return product
 
 
-_LEAST_VARIANCE = float(np.float32(1e-12))
-"""PyTorch's lower limit of x (1 - x) in the gradient of `binary_cross_entropy`."""
-
-
-@in_longer
-def _binary_cross_entropy_backward(
-    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = 1
-) -> Tensor:
-    slope = (x - y) / (x * (1 - x)).clamp(min=_LEAST_VARIANCE)
-    slope = slope if weight is None else slope * weight
-    return grad * slope / (x.numel() if reduction == 1 else 1)
-
-
 _FIRST_STEPS = 6
 """Newton's steps for `erfinv` in one float, from the asymptotic sqrt(-log(erfc))."""
 
@@ -310,19 +244,6 @@ def _erfinv(x: Tensor) -> Tensor:
     return torch.where(is_inside, torch.where(x < 0, -found, found), ends)
 
 
-def _threshold(x: Tensor, threshold: float, value: float) -> Tensor:
-    return x.masked_fill(x <= threshold, value)
-
-
-def _nan_to_num(
-    x: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
-) -> Tensor:
-    most = torch.finfo(x.dtype).max
-    x = x.masked_fill(torch.isnan(x), 0.0 if nan is None else nan)
-    x = x.masked_fill(x == torch.inf, most if posinf is None else posinf)
-    return x.masked_fill(x == -torch.inf, -most if neginf is None else neginf)
-
-
 @in_longer
 def _degrees_to_radians(x: Tensor) -> Tensor:
     return x * like(x, exact.pi(_bits_of(x)) / 180)
@@ -336,7 +257,7 @@ def _radians_to_degrees(x: Tensor) -> Tensor:
 @in_longer
 def _mvlgamma(x: Tensor, p: int) -> Tensor:
     halves = torch.arange(1 - p, 1, dtype=x.dtype, device=x.device) / 2
-    rest = like(x, Fraction(p * (p - 1), 4) * exact.log_of_pi(_bits_of(x)))
+    rest = like(x, Fraction(p * (p - 1), 4) * exact.log(exact.pi(_bits_of(x) + 8), _bits_of(x)))
     return torch.lgamma(x.unsqueeze(-1) + halves).sum(-1) + rest
 
 
@@ -352,10 +273,8 @@ def bits_of_constants(format: Format) -> int:
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     **{name: _function(row) for name, row in FUNCTIONS.items()},  # x.exp, torch.atan2
     "pow": _pow,  # x ** 0.3
-    "_softmax": _softmax,  # x.softmax
     "_log_softmax": in_longer(special_functions.log_softmax),  # x.log_softmax
     "logsumexp": in_longer(special_functions.logsumexp),  # x.logsumexp
-    "logaddexp": _logaddexp,  # torch.logaddexp
     "logaddexp2": in_longer(special_functions.logaddexp2),  # torch.logaddexp2
     "gelu": _gelu,  # F.gelu
     "gelu_backward": _gelu_backward,  # gradients of F.gelu
@@ -367,12 +286,6 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
         ("softshrink_backward", "hardshrink_backward"),
         lambda grad, x, limit: torch.where(x.abs() > limit, grad, torch.zeros_like(grad)),
     ),  # gradients of F.softshrink and F.hardshrink
-    # gradients of F.dropout
-    "native_dropout_backward": lambda grad, mask, scale: torch.where(mask, grad * scale, 0.0),
-    "threshold": _threshold,  # F.threshold
-    "nan_to_num": _nan_to_num,  # torch.nan_to_num
-    "softplus": _softplus,  # F.softplus
-    "soft_margin_loss": in_longer(special_functions.soft_margin_loss),  # F.soft_margin_loss
     "binary_cross_entropy_with_logits": in_longer(
         special_functions.binary_cross_entropy_with_logits
     ),  # F.binary_cross_entropy_with_logits
@@ -380,22 +293,13 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "sinc": in_longer(special_functions.sinc),  # torch.sinc
     "special_spherical_bessel_j0": _spherical_bessel_j0,  # torch.special.spherical_bessel_j0
     "erfinv": _erfinv,  # torch.erfinv
-    "binary_cross_entropy_backward": _binary_cross_entropy_backward,  # its gradients
     "xlogy": _times_logarithm(torch.log),  # torch.xlogy
     "special_xlog1py": _times_logarithm(torch.log1p),  # torch.special.xlog1py
     "deg2rad": _degrees_to_radians,  # torch.deg2rad
     "rad2deg": _radians_to_degrees,  # torch.rad2deg
     "mvlgamma": _mvlgamma,  # torch.mvlgamma
     # Gradients of the functions of these names.
-    "sigmoid_backward": in_longer(lambda grad, y: grad * (1 - y) * y),
-    "tanh_backward": in_longer(lambda grad, y: grad * (1 - y * y)),
     "hardsigmoid_backward": in_longer(special_functions.hardsigmoid_backward),
-    "silu_backward": _silu_backward,
-    "mish_backward": _mish_backward,
-    "softplus_backward": _softplus_backward,
-    "_softmax_backward_data": in_longer(
-        lambda grad, y, dim, dtype: y * (grad - (grad * y).sum(dim, keepdim=True))
-    ),
     "_log_softmax_backward_data": in_longer(special_functions.log_softmax_backward),
 }
 """Algorithms by the names of aten operators."""

@@ -7,7 +7,6 @@ Taylor polynomial at the midpoint, which is 0 for the first one.
 
 from __future__ import annotations
 
-import functools
 import math
 from fractions import Fraction
 
@@ -28,6 +27,7 @@ from mcftensor.wide.guarded import (
     finish,
     mul,
     neg,
+    polynomial,
     scaled,
     size_of,
     sub,
@@ -59,56 +59,17 @@ def _middles(base: Base) -> list[tuple[int, Fraction]]:
     return found
 
 
-class _Table:
-    """Polynomials of intervals: the coefficients of each power, and how many terms it needs."""
-
-    def __init__(self, columns: list[list[Fraction]], log2_h: float, base: Base, terms: int):
-        wanted = terms * base.precision + SPARE
-        sizes = [max(_sizes(column, log2_h)[:2]) for column in columns]
-        parts = [
-            max(part - size for part, size in zip(row, sizes, strict=True))
-            for row in zip(*(_sizes(column, log2_h) for column in columns), strict=True)
-        ]
-        kept = max(k for k, part in enumerate(parts) if part > -wanted) + 1
-        self.rows = list(zip(*columns, strict=True))[:kept]
-        self.widths = [
-            min(max(math.ceil((wanted + max(parts[k:kept])) / base.precision), 1), terms + 1)
-            for k in range(kept)
-        ]
-
-    def polynomial(self, h: Terms, bits: Tensor) -> Terms:
-        """The polynomial that the last bits of `bits` choose, at h."""
-        rows, widths = self.rows, self.widths
-        total = chosen(rows[-1], bits, widths[-1], h[0])
-        for k in range(len(rows) - 2, -1, -1):
-            product = mul(h, total, widths[k + 1])
-            total = add(chosen(rows[k], bits, widths[k], h[0]), product, widths[k])
-        return total
-
-
-def _sizes(column: list[Fraction], log2_h: float) -> list[float]:
-    """log2 of the largest contribution of each power."""
-    return [exact.log2_of(c) + k * log2_h for k, c in enumerate(column)]
-
-
-@functools.lru_cache(maxsize=16)
-def _table_of_g(base: Base, terms: int) -> _Table:
+def _of_g(k: int, base: Base, terms: int) -> list[Fraction]:
     count = (terms * base.precision + SPARE) * 2 // 5 + 8
     bits = (terms + 1) * base.precision + 64
-    columns = [
-        [a * 2 ** (e * k) for k, a in enumerate(exact.scaled_erfc(c, count, bits))]
-        for e, c in _middles(base)
-    ]
-    return _Table(columns, -3, base, terms)
+    return [exact.scaled_erfc(c, count, bits)[k] * 2 ** (e * k) for e, c in _middles(base)]
 
 
-@functools.lru_cache(maxsize=16)
-def _table_of_erf(base: Base, terms: int) -> _Table:
+def _of_erf(k: int, base: Base, terms: int) -> list[Fraction]:
     count = (terms * base.precision + SPARE) // 3 + 8
     bits = (terms + 1) * base.precision + 64
     middles = range(round(2 * _end_of_erf(base, terms)) + 1)
-    columns = [list(exact.erf_series(Fraction(c, 2), count, bits)) for c in middles]
-    return _Table(columns, -2, base, terms)
+    return [exact.erf_series(Fraction(c, 2), count, bits)[k] for c in middles]
 
 
 def _scaled_erfc(x: Terms, terms: int) -> Terms:
@@ -120,7 +81,7 @@ def _scaled_erfc(x: Terms, terms: int) -> Terms:
     (middle,) = chosen([c for _, c in middles], bits, 1, x[0])
     (unit,) = chosen([Fraction(1, 2**e) for e, _ in middles], bits, 1, x[0])
     h = times(sub(x, (middle,), terms + 1), unit)
-    return _table_of_g(base, terms).polynomial(h, bits)
+    return polynomial(h, _of_g, -3, terms, bits)
 
 
 def _complement(x: Terms, terms: int) -> tuple[Terms, Tensor]:
@@ -142,7 +103,7 @@ def erf(x: Terms) -> Terms:
     size = where(is_inside, size, (torch.zeros_like(leading),))
     twice, bits = to_integer(2 * size[0])
     h = sub(size, (twice * 0.5,), terms + 1)
-    value = where(is_inside, _table_of_erf(base, terms).polynomial(h, bits), one(leading))
+    value = where(is_inside, polynomial(h, _of_erf, -2, terms, bits), one(leading))
     value = where(leading < 0, neg(value), value)
     return finish(value, terms, torch.where(_passes(leading), leading, value[0]))
 

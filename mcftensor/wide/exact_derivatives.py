@@ -23,8 +23,9 @@ from mcftensor.dispatch.derivatives import (
     functions,
     given_by_name,
 )
-from mcftensor.dispatch.operands import is_wrapped, stored_in
+from mcftensor.dispatch.operands import stored_in
 from mcftensor.formats import Format, named
+from mcftensor.kernels.columns import is_wrapped
 from mcftensor.operators.own_functions import by_formula
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import beyond_float64
@@ -103,9 +104,13 @@ def _bend_of_sinc(x: Tensor, y: Tensor, format: Format) -> Tensor:
 
 
 _EXACT: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
-    "exp2": lambda x, y, format: y * _constant(exact.log_2, format, x.device),
-    "log2": lambda x, y, format: 1 / (x * _constant(exact.log_2, format, x.device)),
-    "log10": lambda x, y, format: 1 / (x * _constant(exact.log_10, format, x.device)),
+    "exp2": lambda x, y, format: y * _constant(functools.partial(exact.log, 2), format, x.device),
+    "log2": lambda x, y, format: (
+        1 / (x * _constant(functools.partial(exact.log, 2), format, x.device))
+    ),
+    "log10": lambda x, y, format: (
+        1 / (x * _constant(functools.partial(exact.log, 10), format, x.device))
+    ),
     "erf": lambda x, y, format: _bell(x, -1, lambda pi: 4 / pi, format),
     "erfc": lambda x, y, format: -_bell(x, -1, lambda pi: 4 / pi, format),
     "ndtr": lambda x, y, format: _bell(x, -0.5, lambda pi: 1 / pi / 2, format),
@@ -262,7 +267,7 @@ def _lp_pool(
 
 
 def _half_log_of_two_pi(format: Format, device: torch.device) -> MCFTensor:
-    return _constant(lambda bits: (exact.log_2(bits) + exact.log_of_pi(bits)) / 2, format, device)
+    return _constant(lambda bits: exact.log(2 * exact.pi(bits + 8), bits) / 2, format, device)
 
 
 def _gaussian_nll_loss(format: Format, *args: Any, **kwargs: Any) -> Tensor:

@@ -13,7 +13,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.base_types import BASES, Base
 from mcftensor.arithmetic.networks import two_sum
 from mcftensor.wide import exact_constants as exact
 from mcftensor.wide.guarded import (
@@ -30,7 +30,6 @@ from mcftensor.wide.guarded import (
     power_of_two,
     precision_of,
     scaled,
-    series,
     to_integer,
     two_prod,
     where,
@@ -62,20 +61,22 @@ def without_powers(x: Terms, unit: Fraction, terms: int) -> tuple[Terms, Tensor,
     return rest, (multiple - j) * 0.0625, bits
 
 
+def _coefficient(k: int, base: Base, terms: int) -> list[Fraction]:
+    return [Fraction(1, math.factorial(k + 1))]
+
+
 def expm1_of_rest(rest: Terms, bits: Tensor, terms: int) -> Terms:
     """2^(j / 16) exp(rest) - 1."""
     x, m = rest[0], terms + 1
-    wanted = terms * precision_of(x) + SPARE
-    taylor = series(lambda k: Fraction(1, math.factorial(k + 1)), _LOG2_R, wanted)
-    q = mul(rest, polynomial(rest, taylor, _LOG2_R, terms), m)
-    table = [exact.root_of_power(j, 4, bits_of(x, terms)) - 1 for j in range(-8, 8)]
+    q = mul(rest, polynomial(rest, _coefficient, _LOG2_R, terms), m)
+    table = [exact.value("power", bits_of(x, terms), 2, Fraction(j, 16)) - 1 for j in range(-8, 8)]
     d = chosen(table, bits, m, x)
     return add(d, add(q, mul(d, q, m), m), m)
 
 
 def parts(x: Terms, terms: int) -> tuple[Terms, Tensor]:
     """Return q and k with exp(x) = 2^k (1 + q)."""
-    unit = exact.log_2(bits_of(x[0], terms) + 8) / 16
+    unit = exact.log(2, bits_of(x[0], terms) + 8) / 16
     rest, k, bits = without_powers(x, unit, terms)
     return expm1_of_rest(rest, bits, terms), k
 
@@ -111,7 +112,7 @@ def exp2(x: Terms) -> Terms:
     """2^x. The decomposition x = k + j / 16 + r is exact, and r log(2) enters the series."""
     terms, limit = len(x), limit_of(x[0])
     rest, k, bits = without_powers(bounded(x, limit), Fraction(1, 16), terms)
-    rest = mul(rest, constants(exact.log_2(bits_of(x[0], terms)), terms + 1, x[0]), terms + 1)
+    rest = mul(rest, constants(exact.log(2, bits_of(x[0], terms)), terms + 1, x[0]), terms + 1)
     return _power(x, (expm1_of_rest(rest, bits, terms), k), limit, terms)
 
 

@@ -9,7 +9,6 @@ from mcftensor.arithmetic.network_numbers import Terms
 from mcftensor.arithmetic.number_protocol import Number
 from mcftensor.wide import (
     angles,
-    cube_root,
     error_function,
     exponentials,
     gamma_function,
@@ -59,7 +58,7 @@ _FUNCTIONS: dict[str, Callable[..., networks.Terms]] = {
     "atan": angles.atan,
     "atan2": angles.atan2,
     "hypot": angles.hypot,
-    "cbrt": cube_root.cube_root,
+    "cbrt": logarithms.cube_root,
     "erf": error_function.erf,
     "erfc": error_function.erfc,
     "ndtr": error_function.ndtr,

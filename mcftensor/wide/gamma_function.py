@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import networks
-from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.base_types import BASES, Base
 from mcftensor.wide import exact_constants as exact
 from mcftensor.wide import exponentials, logarithms
 from mcftensor.wide.exponentials import bits_of, one
 from mcftensor.wide.guarded import (
     SPARE,
+    Coefficients,
     Terms,
     add,
     constants,
@@ -33,7 +34,6 @@ from mcftensor.wide.guarded import (
     polynomial,
     precision_of,
     scaled,
-    series,
     sub,
     times,
     where,
@@ -45,19 +45,15 @@ _LOG2_Z = -3
 
 
 @functools.lru_cache(maxsize=16)
-def _start(wanted: int) -> tuple[int, int]:
-    """Return log2 of the argument where Stirling's series has `wanted` bits, and its terms."""
-    log2_start = 3
-    while True:
-        for k in range(2, 2 << log2_start):
-            part = exact.log2_of(exact.bernoulli(2 << log2_start)[k]) - (2 * k - 1) * log2_start
-            if part < -wanted - 8:
-                return log2_start, k
+def _log2_start(base: Base, terms: int) -> int:
+    """Return log2 of the argument where Stirling's series has all bits."""
+    log2_start, wanted = 3, terms * base.precision + SPARE
+    while all(
+        exact.log2_of(exact.bernoulli(k)) - (2 * k - 1) * log2_start >= -wanted - 8
+        for k in range(2, 2 << log2_start)
+    ):
         log2_start += 1
-
-
-def _wanted(x: Tensor, terms: int) -> int:
-    return terms * precision_of(x) + SPARE
+    return log2_start
 
 
 def _moved(y: Terms, terms: int, order: int) -> tuple[Terms, list[Terms], Tensor]:
@@ -67,7 +63,7 @@ def _moved(y: Terms, terms: int, order: int) -> tuple[Terms, list[Terms], Tensor
     power of two, and log2 of this power.
     """
     m = terms + 1
-    log2_start, _ = _start(_wanted(y[0], terms))
+    log2_start = _log2_start(BASES[y[0].dtype], terms)
     product: list[Terms] = [one(y[0])]
     power = torch.zeros_like(y[0])
     for i in range(1 << log2_start):
@@ -88,22 +84,24 @@ def _moved(y: Terms, terms: int, order: int) -> tuple[Terms, list[Terms], Tensor
     return add(y, (power,), m), product, power * float(log2_start)
 
 
+_COEFFICIENTS: tuple[Coefficients, ...] = (
+    lambda k, base, terms: [exact.bernoulli(k + 1) / ((2 * k + 2) * (2 * k + 1))],
+    lambda k, base, terms: [-exact.bernoulli(k + 1) / (2 * k + 2)],
+    lambda k, base, terms: [exact.bernoulli(k + 1)],
+)
+"""Of Stirling's series for lgamma, and its first two derivatives."""
+
+
 def _stirling(w: Terms, terms: int, order: int) -> Terms:
     """Sum Stirling's series without its logarithm and without nonnegative powers of w.
 
     The function is lgamma if `order` is 0, else its first or second derivative.
     """
     m = terms + 1
-    log2_start, count = _start(_wanted(w[0], terms))
-    numbers = exact.bernoulli(2 << log2_start)[1 : count + 1]
+    log2_start = _log2_start(BASES[w[0].dtype], terms)
     inverse = _inverse(w, m)
     square = mul(inverse, inverse, m)
-    divided = {
-        0: [b / ((2 * k + 2) * (2 * k + 1)) for k, b in enumerate(numbers)],
-        1: [-b / (2 * k + 2) for k, b in enumerate(numbers)],
-        2: list(numbers),
-    }[order]
-    value = polynomial(square, divided, -2.0 * log2_start, terms)
+    value = polynomial(square, _COEFFICIENTS[order], -2.0 * log2_start, terms)
     if order == 0:
         return mul(value, inverse, m)
     if order == 1:
@@ -132,6 +130,13 @@ def _reflected(x: Terms, terms: int) -> tuple[Terms, Tensor, Terms, Tensor]:
     return where(is_below, sub(one(leading), x, m), x), is_below, distance, is_finite
 
 
+def _at_one(k: int, base: Base, terms: int) -> list[Fraction]:
+    """The coefficient of z^(k + 1) in lgamma(1 + z)."""
+    bits = (terms + 1) * base.precision + 32
+    number = exact.value("zeta", bits, k + 1) if k else -exact.value("digamma", bits, 1)
+    return [number * (-1) ** (k + 1) / (k + 1)]
+
+
 def _logarithm(x: Terms, y: Terms, is_small: Tensor) -> Terms:
     """The logarithm of gamma(y) for y >= 1/2, or of gamma(1 + x) where x is small."""
     terms, leading = len(x), x[0]
@@ -142,10 +147,10 @@ def _logarithm(x: Terms, y: Terms, is_small: Tensor) -> Terms:
     shift = 2.0 ** -(large // 2)
     first = where(is_large, times(w, shift), sub(w, constants(Fraction(1, 2), 1, leading), m))
     value = mul(first, sub(logarithms.natural(w, terms), one(leading), m), m)
-    log_2 = exact.log_2(bits)
+    log_2 = exact.log(2, bits)
     rest = sub(_stirling(w, terms, 0), logarithms.natural(product, terms), m)
     rest = sub(rest, mul((power,), constants(log_2, m, leading), m), m)
-    rest = add(rest, constants((exact.log_of_pi(bits) + log_2 - 1) / 2, m, leading), m)
+    rest = add(rest, constants((exact.log(2 * exact.pi(bits + 8), bits) - 1) / 2, m, leading), m)
     value = add(value, where(is_large, (torch.zeros_like(leading),), rest), m)
     value = where(is_large, times(value, 1 / shift), value)
     # near 1 and 2
@@ -154,13 +159,7 @@ def _logarithm(x: Terms, y: Terms, is_small: Tensor) -> Terms:
     z = where(is_one, from_one, sub(from_one, one(leading), m))
     is_near = z[0].abs() < 2.0**_LOG2_Z
     z = where(is_near, z, (torch.zeros_like(leading),))
-
-    def coefficient(k: int) -> Fraction:
-        number = exact.zeta(k + 1, bits) if k else exact.euler(bits)
-        return number * (-1) ** (k + 1) / (k + 1)
-
-    taylor = series(coefficient, _LOG2_Z, _wanted(leading, terms))
-    near = mul(z, polynomial(z, taylor, _LOG2_Z, terms), m)
+    near = mul(z, polynomial(z, _at_one, _LOG2_Z, terms), m)
     added = where(is_one, (torch.zeros_like(leading),), logarithms.of_one_plus(z, terms))
     return where(is_near, add(near, added, m), value)
 
@@ -176,7 +175,9 @@ def lgamma(x: Terms) -> Terms:
     is_pole = distance[0] == 0
     is_mirrored = is_below & ~is_pole & ~is_small
     sine, _ = turn(where(is_mirrored, distance, constants(Fraction(1, 4), 1, leading)), terms)
-    log_pi = constants(exact.log_of_pi(bits_of(leading, terms)), m, leading)
+    log_pi = constants(
+        exact.log(exact.pi(bits_of(leading, terms) + 8), bits_of(leading, terms)), m, leading
+    )
     mirrored = sub(sub(log_pi, logarithms.of_size(sine, terms), m), value, m)
     small = sub(value, logarithms.of_size(x, terms), m)
     value = where(is_small, small, where(is_below, mirrored, value))
@@ -211,20 +212,25 @@ def gamma_of(x: Terms) -> Terms:
     return finish(value, terms, plain)
 
 
-def _at_root(x: Terms, terms: int) -> tuple[Terms, Tensor]:
+def _at_root(k: int, base: Base, terms: int) -> list[Fraction]:
+    """The coefficient of z^(k + 1) in digamma(root + z)."""
+    root, bits = _root(base, terms), (terms + 1) * base.precision + 32
+    return [(-1) ** k * exact.value("zeta", bits, k + 2, root)]
+
+
+def _root(base: Base, terms: int) -> Fraction:
+    return exact.root_of_digamma((2 * terms + 1) * base.precision + 32)
+
+
+def _near_root(x: Terms, terms: int) -> tuple[Terms, Tensor]:
     """digamma(x) near its positive root, and where x is near it."""
-    leading, bits = x[0], bits_of(x[0], 2 * terms)
-    root = exact.root_of_digamma(bits)
+    leading = x[0]
+    root = _root(BASES[leading.dtype], terms)
     # As x may have all leading bits of the root, the difference is exact.
     z = networks.distill([*x, *neg(constants(root, 2 * terms, leading))], terms + 1)
     is_near = z[0].abs() < 2.0**_LOG2_Z
     z = where(is_near, z, (torch.zeros_like(leading),))
-
-    def coefficient(k: int) -> Fraction:
-        return (-1) ** k * exact.hurwitz(k + 2, root, bits_of(leading, terms))
-
-    taylor = series(coefficient, _LOG2_Z, _wanted(leading, terms))
-    return mul(z, polynomial(z, taylor, _LOG2_Z, terms), terms + 1), is_near
+    return mul(z, polynomial(z, _at_root, _LOG2_Z, terms), terms + 1), is_near
 
 
 def digamma(x: Terms) -> Terms:
@@ -235,7 +241,7 @@ def digamma(x: Terms) -> Terms:
     w, (product, slope), _ = _moved(y, terms, 1)
     value = add(logarithms.natural(w, terms), _stirling(w, terms, 1), m)
     value = sub(value, div(slope, product, m), m)
-    near, is_near = _at_root(y, terms)
+    near, is_near = _near_root(y, terms)
     value = where(is_near & ~is_below, near, value)
     is_pole = distance[0] == 0
     tiny = leading.abs() < 2.0 ** -(terms * precision_of(leading) + 6)

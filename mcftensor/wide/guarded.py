@@ -16,14 +16,15 @@ References:
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import eft, networks
-from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.base_types import BASES, Base
 from mcftensor.wide.exact_constants import Constant, floats_of, log2_of
 
 Terms = tuple[Tensor, ...]
@@ -231,54 +232,56 @@ def _chosen(values: Sequence[float], masks: Sequence[Tensor], like: Tensor) -> T
     return found[0]
 
 
+Coefficients = Callable[[int, Base, int], Sequence[Constant]]
+"""The coefficients of a power in each of some polynomials, for a base and a number of terms."""
+
+
 def polynomial(
     x: Terms,
-    coefficients: Sequence[Constant],
+    coefficients: Coefficients,
     log2_x: float,
     terms: int,
-    others: Sequence[Constant] = (),
-    takes_others: Tensor | None = None,
+    bits: Tensor | None = None,
 ) -> Terms:
     """Sum c_k x^k for |x| <= 2^log2_x, to the bits that a function of `terms` terms needs.
 
-    Where `takes_others` is set, the coefficients are `others`. The first coefficient must have the
-    magnitude of the result. Each other one enters with as many terms as its part of the result
-    needs.
+    The last bits of `bits` choose one of several polynomials. One of the first two parts of a sum
+    must have its magnitude.
     """
-    p = precision_of(x[0])
-    wanted = terms * p + SPARE
-    parts = [max(map(log2_of, c)) + k * log2_x for k, c in enumerate(_rows(coefficients, others))]
-    kept = [k for k, part in enumerate(parts) if part > parts[0] - wanted]
-
-    def width(k: int) -> int:
-        bits = wanted + max(parts[k:]) - parts[0]
-        return min(max(-int(-bits // p), 1), terms + 1)
+    like = x[0]
+    rows, widths = _affecting(coefficients, log2_x, BASES[like.dtype], terms)
 
     def coefficient(k: int) -> Terms:
-        found = constants(coefficients[k], width(k), x[0])
-        if takes_others is None:
-            return found
-        return where(takes_others, constants(others[k], width(k), x[0]), found)
+        if bits is None:
+            return constants(rows[k][0], widths[k], like)
+        return chosen(rows[k], bits, widths[k], like)
 
-    last = max(kept)
-    total = coefficient(last)
-    for k in range(last - 1, -1, -1):
-        product = mul(x, total, width(k + 1))
-        total = add(coefficient(k), product, width(k)) if coefficients[k] else product
+    total = coefficient(len(rows) - 1)
+    for k in range(len(rows) - 2, -1, -1):
+        total = add(coefficient(k), mul(x, total, widths[k + 1]), widths[k])
     return total
 
 
-def _rows(*columns: Sequence[Constant]) -> list[tuple[Constant, ...]]:
-    return list(zip(*(x for x in columns if x), strict=True))
-
-
-def series(term: Callable[[int], Fraction], log2_x: float, bits: int) -> list[Fraction]:
-    """Return the coefficients of a power series that affect its first `bits` bits."""
-    found: list[Fraction] = []
-    k = 0
-    while True:
-        c = term(k)
-        if k > 2 and log2_of(c) + k * log2_x < log2_of(found[0]) - bits:
-            return found
-        found.append(c)
-        k += 1
+@functools.lru_cache(maxsize=64)
+def _affecting(
+    coefficients: Coefficients, log2_x: float, base: Base, terms: int
+) -> tuple[list[Sequence[Constant]], list[int]]:
+    """Return the coefficients that affect the result, and the number of terms that each needs."""
+    wanted = terms * base.precision + SPARE
+    first = [[log2_of(c) + k * log2_x for c in coefficients(k, base, terms)] for k in range(2)]
+    sizes = list(map(max, *first))
+    rows: list[Sequence[Constant]] = []
+    parts: list[float] = []
+    while len(rows) < 3 or max(parts[-2:]) > -wanted:
+        row = coefficients(len(rows), base, terms)
+        own = [log2_of(c) + len(rows) * log2_x for c in row]
+        parts.append(max(part - size for part, size in zip(own, sizes, strict=True)))
+        rows.append(row)
+    while parts[-1] <= -wanted:
+        parts.pop()
+        rows.pop()
+    widths = [
+        min(max(math.ceil((wanted + max(parts[k:])) / base.precision), 1), terms + 1)
+        for k in range(len(parts))
+    ]
+    return rows, widths

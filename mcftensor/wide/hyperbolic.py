@@ -11,13 +11,12 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.base_types import BASES, Base
 from mcftensor.arithmetic.networks import two_sum
 from mcftensor.wide import exact_constants as exact
 from mcftensor.wide import exponentials, logarithms
 from mcftensor.wide.exponentials import bits_of, bounded, limit_of, one
 from mcftensor.wide.guarded import (
-    SPARE,
     Terms,
     add,
     constants,
@@ -29,7 +28,6 @@ from mcftensor.wide.guarded import (
     power_of_two,
     precision_of,
     scaled,
-    series,
     size_of,
     sqrt,
     sub,
@@ -107,16 +105,19 @@ _LOG2_NEAR = -1
 """log2 of |x| below which the hyperbolic tangent is subtracted from x by a series."""
 
 
+def _tanh(k: int, base: Base, terms: int) -> list[Fraction]:
+    """The coefficient of x^(2k) in (x - tanh(x)) / x^3."""
+    n = k + 2
+    return [-(4**n) * (4**n - 1) * exact.bernoulli(n) / math.factorial(2 * n)]
+
+
 def tanhshrink(x: Terms) -> Terms:
     """x minus its hyperbolic tangent."""
     terms, leading, size = len(x), x[0], size_of(x)
     m, is_near = terms + 1, leading.abs() < 2.0**_LOG2_NEAR
     inner = where(is_near, size, (torch.zeros_like(leading),))
     square = mul(inner, inner, m)
-    taylor = series(
-        exact.tanhshrink_coefficient, 2.0 * _LOG2_NEAR, terms * precision_of(leading) + SPARE
-    )
-    near = mul(inner, mul(square, polynomial(square, taylor, 2.0 * _LOG2_NEAR, terms), m), m)
+    near = mul(inner, mul(square, polynomial(square, _tanh, 2.0 * _LOG2_NEAR, terms), m), m)
     value = where(is_near, near, sub(size, _tanh_of_size(x), m))
     value = where(size[0] == torch.inf, size, value)
     value = where(torch.signbit(leading), neg(value), value)
@@ -150,7 +151,7 @@ def _log_of(size: Terms, w: Terms, is_large: Tensor, terms: int) -> Terms:
     near = where(is_large, one(leading), w)
     rest, k = logarithms.parts(u, terms, near)
     k = torch.where(is_finite, k + 1, k)
-    log_2 = constants(exact.log_2(bits_of(k, terms)), m, k)
+    log_2 = constants(exact.log(2, bits_of(k, terms)), m, k)
     return add(mul((k,), log_2, m), rest, m)
 
 

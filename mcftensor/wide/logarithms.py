@@ -1,8 +1,9 @@
-"""Logarithms and powers, on guarded expansions.
+"""Logarithms, powers and the cube root, on guarded expansions.
 
 x = 2^k f with f between the square roots of 1/2 and 2. A table gives a short float c near 1 / f, so
 that z = c f - 1 is below 2^-5. Then log(x) = k log(2) - log(c) + 2 atanh(z / (2 + z)), and the last
 part is a power series. Near x = 1, k = 0 and c = 1, so the relative error does not grow there.
+A cube root is a polynomial, then a step of Halley's method, then a term a step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.base_types import BASES, Base
 from mcftensor.wide import exact_constants as exact
 from mcftensor.wide import exponentials
 from mcftensor.wide.exponentials import bits_of, bounded, limit_of, one
@@ -33,7 +34,7 @@ from mcftensor.wide.guarded import (
     polynomial,
     precision_of,
     scaled,
-    series,
+    size_of,
     sqrt,
     sub,
     times,
@@ -51,6 +52,10 @@ _INVERSES = [Fraction(round(Fraction(256 * 32, i)), 256) for i in range(16, 48)]
 _LOG2_S2 = 2 * math.log2((1 / 45 + 1 / 256) / 2)
 
 
+def _coefficient(k: int, base: Base, terms: int) -> list[Fraction]:
+    return [Fraction(2, 2 * k + 1)]
+
+
 @functools.lru_cache(maxsize=16)
 def _table(bits: int) -> list[Fraction]:
     return [-exact.log(c, bits) for c in _INVERSES]
@@ -61,7 +66,7 @@ def parts(u: Terms, terms: int, near: Terms | None = None) -> tuple[Terms, Tenso
 
     If u = 1 + near and near is small, the result is computed from near.
     """
-    m, p = terms + 1, precision_of(u[0])
+    m = terms + 1
     k = exponent_of(u[0])
     f = scaled(u, -k)
     is_large = f[0] > math.sqrt(2)
@@ -76,9 +81,7 @@ def parts(u: Terms, terms: int, near: Terms | None = None) -> tuple[Terms, Tenso
     if near is not None:
         z = where(near[0].abs() < _NEAR, near, z)
     s = div(z, add(add(one(c), one(c), 1), z, m), m)
-    wanted = terms * p + SPARE
-    taylor = series(lambda i: Fraction(2, 2 * i + 1), _LOG2_S2, wanted)
-    value = mul(s, polynomial(mul(s, s, m), taylor, _LOG2_S2, terms), m)
+    value = mul(s, polynomial(mul(s, s, m), _coefficient, _LOG2_S2, terms), m)
     return add(chosen(_table(bits_of(c, terms)), bits, m, c), value, m), k
 
 
@@ -90,7 +93,7 @@ def natural(u: Terms, terms: int, near: Terms | None = None) -> Terms:
 
 def with_power(rest: Terms, k: Tensor, terms: int) -> Terms:
     """rest + k log(2)."""
-    log_2 = constants(exact.log_2(bits_of(k, terms)), terms + 1, k)
+    log_2 = constants(exact.log(2, bits_of(k, terms)), terms + 1, k)
     return add(mul((k,), log_2, terms + 1), rest, terms + 1)
 
 
@@ -151,18 +154,18 @@ def of_size(x: Terms, terms: int) -> Terms:
 
 def log(x: Terms) -> Terms:
     """The natural logarithm."""
-    return _log(x, exact.log_2(bits_of(x[0], len(x))), Fraction(1))
+    return _log(x, exact.log(2, bits_of(x[0], len(x))), Fraction(1))
 
 
 def log2(x: Terms) -> Terms:
     """The logarithm to base 2."""
-    return _log(x, Fraction(1), 1 / exact.log_2(bits_of(x[0], len(x))))
+    return _log(x, Fraction(1), 1 / exact.log(2, bits_of(x[0], len(x))))
 
 
 def log10(x: Terms) -> Terms:
     """The logarithm to base 10."""
     bits = bits_of(x[0], len(x))
-    return _log(x, exact.log_2(bits) / exact.log_10(bits), 1 / exact.log_10(bits))
+    return _log(x, exact.log(2, bits) / exact.log(10, bits), 1 / exact.log(10, bits))
 
 
 def of_one_plus(w: Terms, terms: int) -> Terms:
@@ -255,3 +258,34 @@ def pow(x: Terms, y: Terms) -> Terms:
     is_one = (exponent == 0) | (is_unit & ((base == 1) | (exponent.abs() == torch.inf)))
     value = where(is_one, one(base), value)
     return finish(value, terms, torch.where(is_one, 1.0, plain))
+
+
+_FIRST = (0.497878, 0.713062, -0.265975, 0.060854, -0.005487)
+"""A polynomial with a relative error of 2^-9 on [1/2, 4]. Halley's method cubes the error."""
+
+
+def cube_root(x: Terms) -> Terms:
+    """The cube root, with the sign of x."""
+    terms, leading = len(x), x[0]
+    m, base = terms + 1, BASES[leading.dtype]
+    is_ordinary = torch.isfinite(leading) & (leading != 0)
+    size = where(is_ordinary, size_of(x), one(leading))
+    lift = base.max_exponent // 12  # of the root, for numbers near the smallest
+    is_tiny = size[0] < 2.0 ** (base.precision - base.max_exponent)
+    size = where(is_tiny, times(size, 8.0**lift), size)
+    k, _ = to_integer(exponent_of(size[0]) * (1 / 3))
+    size = scaled(size, -3.0 * k)
+    root = torch.zeros_like(leading)
+    for c in reversed(_FIRST):
+        root = root * size[0] + c
+    for _ in range(2):
+        cube = root * root * root
+        root = root * ((cube + 2 * size[0]) / (2 * cube + size[0]))
+    slope = 3 * root * root
+    value: Terms = (root,)
+    for _ in range(terms):
+        rest = sub(size, mul(mul(value, value, m), value, m), m)
+        value = gathered([*value, rest[0] / slope], len(value) + 1)
+    value = scaled(value, k - torch.where(is_tiny, float(lift), 0.0))
+    value = where(leading < 0, neg(value), value)
+    return finish(value, terms, torch.where(is_ordinary, value[0], leading))

@@ -81,13 +81,26 @@ def on_bits(vectors, scalars, index):
     return [x & y, x | y, x ^ y, ~x, x & 15, x << 3, x >> 3, x << 7, x >> 7, (x + y) >> 1, x.sign()]
 
 
+def shifted_logically(vectors, scalars, index):
+    """And what is nearly a shift that brings in zeros."""
+    x, y = vectors
+    half = 4 * x.dtype.itemsize
+    ones = 2**half - 1
+    return [
+        (x >> half) & ones,
+        (x >> half) & (ones >> 1),
+        (x >> half - 1) & ones,
+        (x >> (y & 7)) & 1,
+    ]
+
+
 def chosen(vectors, scalars, index):
     x, y = vectors
     return [torch.where(x < y, x, y), torch.where((x == y) | (x >= 100), y + 1, x), (x > 3) * y]
 
 
 @pytest.mark.thinned(of=6)
-@pytest.mark.parametrize("body", [arithmetic, on_bits, chosen])
+@pytest.mark.parametrize("body", [arithmetic, on_bits, shifted_logically, chosen])
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_integers_wrap_around_at_their_own_width(kernels, dtype, body):
     for length in (7, 1027):

@@ -19,27 +19,27 @@ FOLDERS = sorted(x.parent for x in PACKAGE.glob("*/**/__init__.py"))
 BUDGETS = {
     "arithmetic": 2050,
     "bridge": 1300,
-    "checkpoint": 2800,
+    "checkpoint": 2880,
     "dispatch": 4400,
     "formats": 1950,
-    "kernels": 4150,
+    "kernels": 4200,
     "meters": 1550,
     "operators": 2280,
     "passes": 2350,
-    "patches": 2300,
+    "patches": 1990,
     "reproducible": 3100,
-    "scaling": 3000,
-    "serving": 1200,
+    "scaling": 2765,
+    "serving": 1110,
     "sums": 400,
     "tensor": 3300,
     "tools": 1990,
     "training": 2980,
-    "wide": 5850,
+    "wide": 5460,
 }
 """Lines of a folder. Whoever exceeds one makes another part shorter, or says why in a commit."""
 
 AXES = {
-    "has_float64": 9,
+    "has_float64": 8,
     "is_bare|is_compiling|is_transformed": 26,
     r"_role\b|common_role": 21,
     r"\.shared\b|is_shared": 32,
@@ -59,7 +59,7 @@ SHARED = {
     "mul": _ALIKE,
     "div": _ALIKE,
     **dict.fromkeys(("two_prod", "neg"), _ALIKE),
-    **dict.fromkeys(("atan", "exp", "log", "zeta"), _AS_CONSTANT),
+    "log": _AS_CONSTANT,
     **dict.fromkeys(
         ("gelu", "digamma", "ndtr", "softplus", "tanhshrink"),
         "one function, of terms and of float64",

@@ -39,6 +39,7 @@ def test_a_table_that_is_not_true_is_found(tmp_path):
     (tmp_path / "docs/figures").mkdir()
     (tmp_path / "docs/figures/drawing.py").symlink_to(ROOT / "docs/figures/drawing.py")
     shutil.copytree(WRITE.parent, tmp_path / "docs/_ext")
+    (tmp_path / "CONTRIBUTING.md").touch()
     page = tmp_path / "docs/page.md"
     page.write_text("<!-- table: formats -->\n\n<!-- end -->\n")
     script = tmp_path / "docs/_ext/write.py"
