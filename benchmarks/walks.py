@@ -27,7 +27,8 @@ from mcftensor.kernels.execute import BUILD_AFTER, OF_A_CALL
 PACKAGE = Path(str(mcf.__file__)).parent
 # Folders in the order in which they are imported; modules at the top of the package are last.
 LAYERS = (
-    *("kernels", "arithmetic", "formats", "passes", "tensor", "dispatch", "patches", "sums"),
+    *("kernels", "arithmetic", "formats", "passes", "tensor", "dispatch", "operators"),
+    *("patches", "sums"),
     *("checkpoint", "training", "meters", "wide", "scaling", "."),
 )
 

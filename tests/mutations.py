@@ -50,6 +50,7 @@ TESTS = {
     "passes/*": "tensor/test_tape*.py kernels test_fingerprint.py",
     "kernels/*": "kernels test_fingerprint.py",
     "dispatch/*": "test_seams.py tensor test_fingerprint.py distributed",
+    "operators/*": "test_seams.py tensor test_fingerprint.py distributed",
     "tensor/*": "test_seams.py tensor distributed",
     "training/*": "training distributed",
     "checkpoint/*": "files",

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.write_counts import moved, start
+from mcftensor.bridge.master_weights import in_chunks
 from mcftensor.checkpoint.atomic_files import making
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading
-from mcftensor.checkpoint.entries import Entry, Request, in_chunks
-from mcftensor.checkpoint.layout_detection import read_checkpoint
+from mcftensor.checkpoint.entries import Entry, Request
+from mcftensor.checkpoint.loading import read_checkpoint
 from mcftensor.checkpoint.saving import save_terms, size_in_bytes
 from mcftensor.checkpoint.state_dicts import as_terms
 from mcftensor.checkpoint.torch_optimizers import BESIDE, metadata_of, state_name

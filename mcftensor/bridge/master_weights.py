@@ -26,12 +26,31 @@ import torch
 from torch import Tensor
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
-from mcftensor.checkpoint.entries import CHUNK_SIZE, Contents, Entry, Group, in_chunks
+from mcftensor.checkpoint.entries import Contents, Entry, Group
 from mcftensor.formats import PLAIN, Format
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import normalized
 
 States = dict[str, Any]
+
+
+CHUNK_SIZE = 1 << 16
+"""Elements that are worked on at once, so that beside operands and results little is held."""
+
+
+def in_chunks(
+    function: Callable[..., Sequence[Tensor]],
+    operands: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+) -> list[Tensor]:
+    """Return the results, of given dtypes, of an elementwise function on tensors of one shape."""
+    results = [torch.empty(operands[0].shape, dtype=dtype, device="cpu") for dtype in dtypes]
+    places = [result.view(-1).split(CHUNK_SIZE) for result in results]
+    blocks = zip(*(x.reshape(-1).split(CHUNK_SIZE) for x in operands), strict=True)
+    for i, block in enumerate(blocks):
+        for place, part in zip(places, function(*block), strict=True):
+            place[i].copy_(part)
+    return results
 
 
 def complete(contents: Contents, parameters: list[str] | None) -> None:

@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING
 
 from mcftensor import wings
+from mcftensor.checkpoint import adapters as adapters
+from mcftensor.checkpoint import on_several_ranks as on_several_ranks
 from mcftensor.checkpoint.atomic_files import replacing as replacing
 from mcftensor.checkpoint.checkpoint_error import CheckpointError as CheckpointError
 from mcftensor.checkpoint.loading import load_file as load_file

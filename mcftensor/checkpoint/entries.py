@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
-from mcftensor.checkpoint.safetensors_files import Lazy
+from mcftensor.checkpoint.safetensors_files import Lazy, Stored
 from mcftensor.checkpoint.state_dicts import format_said, is_sharded, joined, names_of_terms
 from mcftensor.formats import PLAIN, Format
 from mcftensor.tensor.components import format_of
@@ -125,48 +125,37 @@ class Request:
 
 def entry_of(name: str, x: Tensor) -> Entry:
     """Return the entry of a tensor in memory, which may be mapped from a file."""
-    _require_memory(name, x)
     _require_dense(name, x)
-    return Entry(name, format_of(x) or PLAIN[x.dtype], x.shape, lambda: _copied(x))
+    return Entry(name, format_of(x) or PLAIN[x.dtype], x.shape, lambda: _copied(name, x))
 
 
-def entries_of(terms: Mapping[str, Tensor], request: Request) -> dict[str, Entry]:
-    """Return the entries of a state dict in memory or in mapped files; it may consist of
-    components.
-    """
-    for name, x in terms.items():
-        _require_memory(name, x)
-    copies = Lazy(terms, lambda name: _copied(terms[name]), terms.__getitem__)
-    return entries_in(copies, request, known=False)
-
-
-def entries_in(terms: Lazy, request: Request, known: bool) -> dict[str, Entry]:
-    """Return the entries of a file, in which each component has a separate name."""
+def entries_in(stored: Stored, request: Request) -> dict[str, Entry]:
+    """Return the entries of a checkpoint, in which each component has a separate name."""
+    terms, known = stored.terms, request.verify and stored.seal is not None
     entries = {}
-    for name, names in names_of_terms(terms).items():
-        like = terms.like(name)
+    for name, names in names_of_terms(x for x in terms if x not in stored.tied).items():
+        like = terms.like(name) if isinstance(terms, Lazy) else terms[name]
         _require_dense(name, like)
         format = format_said(names) or format_of(like) or PLAIN[like.dtype]
 
-        def read(name: str = name, names: list[str] = names) -> Tensor:
+        def read(names: list[str] = names) -> Tensor:
             parts = {n: terms[n].detach() for n in names}
-            whole: Tensor = joined(parts, request.tails, request.verify, known)[name]
+            if stored.layout != "safetensors":
+                parts = {n: _copied(n, x) for n, x in parts.items()}
+            whole: Tensor = joined(parts, names, request.tails, request.verify, known)
             return whole
 
         entries[name] = Entry(name, format, like.shape, read)
     return entries
 
 
-def _copied(x: Tensor) -> Tensor:
+def _copied(name: str, x: Tensor) -> Tensor:
     """Return a contiguous copy in new memory, since mapped files may be overwritten."""
-    return x.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _require_memory(name: str, x: Tensor) -> None:
     if x.is_meta:
         raise CheckpointError(
             f"{name} of shape {tuple(x.shape)} was saved on the meta device, without its numbers"
         )
+    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _require_dense(name: str, x: Tensor) -> None:
@@ -174,22 +163,3 @@ def _require_dense(name: str, x: Tensor) -> None:
         raise CheckpointError(f"{name} is a DTensor, a part of a tensor; gather it before saving")
     if x.layout != torch.strided or x.is_quantized or x.is_nested:
         raise CheckpointError(f"{name} is of {x.layout}; only dense tensors can be converted")
-
-
-CHUNK_SIZE = 1 << 16
-"""Elements that are worked on at once, so that beside operands and results little is held."""
-
-
-def in_chunks(
-    function: Callable[..., Sequence[Tensor]],
-    operands: Sequence[Tensor],
-    dtypes: Sequence[torch.dtype],
-) -> list[Tensor]:
-    """Return the results, of given dtypes, of an elementwise function on tensors of one shape."""
-    results = [torch.empty(operands[0].shape, dtype=dtype, device="cpu") for dtype in dtypes]
-    places = [result.view(-1).split(CHUNK_SIZE) for result in results]
-    blocks = zip(*(x.reshape(-1).split(CHUNK_SIZE) for x in operands), strict=True)
-    for i, block in enumerate(blocks):
-        for place, part in zip(places, function(*block), strict=True):
-            place[i].copy_(part)
-    return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,13 +14,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
-from mcftensor.checkpoint.entries import Request
-from mcftensor.checkpoint.layout_detection import read_checkpoint
-from mcftensor.checkpoint.safetensors_files import index_of, opened
-from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, joined, ties
-from mcftensor.checkpoint.torch_optimizers import load_states, state_dict_for
-from mcftensor.patches.table import calls
+from mcftensor.checkpoint.entries import Contents, Request, entries_in
+from mcftensor.checkpoint.open_checkpoint import IN_FOLDERS, opened
+from mcftensor.checkpoint.safetensors_files import index_of
+from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, ties
+from mcftensor.checkpoint.torch_optimizers import add_stored, load_states, state_dict_for
 from mcftensor.tensor.components import any_format_of
+from mcftensor.wings import wing_or_none
 
 FilePath = str | os.PathLike[str]
 Device = torch.device | str | int
@@ -109,17 +110,9 @@ def load_file(
     path = Path(path)
     names = None if parameters is None else list(parameters)
     with reading(path):
-        is_own = path.suffix == ".safetensors" and path.is_file() and not index_of(path).is_file()
-        if is_own and optimizer is None:
-            stored = opened(path, verify)
-            known = verify and stored.seal is not None
-            state_dict, tied = joined(stored.terms, tails, verify, known), stored.tied
-        else:
-            request = Request(optimizer is not None, names, step, verify, tails)
-            contents = read_checkpoint(path, request)
-            state_dict = {name: entry.read() for name, entry in contents.weights.items()}
-            tied = contents.tied
-        state_dict |= {alias: state_dict[name] for alias, name in tied.items()}
+        contents = read_checkpoint(path, Request(optimizer is not None, names, step, verify, tails))
+        state_dict = {name: entry.read() for name, entry in contents.weights.items()}
+        state_dict |= {alias: state_dict[name] for alias, name in contents.tied.items()}
     if model is not None:
         _require_fit(model, state_dict, strict, path)
         if optimizer is not None:
@@ -130,6 +123,32 @@ def load_file(
         moved = {id(x): x.to(device) for x in state_dict.values()}
         state_dict = {name: moved[id(x)] for name, x in state_dict.items()}
     return state_dict
+
+
+def read_checkpoint(path: Path, request: Request) -> Contents:
+    """Read the checkpoint that a path stands for: a file, an index, or a folder, of any layout."""
+    with reading(path):
+        if index_of(path).is_file():
+            path = index_of(path)
+        if path.is_dir() and not any((path / name).is_file() for name in IN_FOLDERS):
+            bridge = wing_or_none("bridge")
+            reader = bridge and bridge.reader_of(path)
+            if reader is None:
+                raise CheckpointError(
+                    f"the folder {path} holds none of {', '.join(IN_FOLDERS)}, and is no "
+                    "checkpoint of DeepSpeed, Megatron (torch_dist) or "
+                    "torch.distributed.checkpoint; name the file itself"
+                )
+            contents: Contents = reader(path, request)
+        else:
+            stored = opened(path, request.verify)
+            if stored.layout == "torch.save":
+                stored = dataclasses.replace(stored, tied=ties(stored.terms))
+            contents = Contents(stored.layout, entries_in(stored, request), tied=stored.tied)
+            add_stored(contents, stored, path, request)
+        contents.require_known(request.parameters)
+        contents.require_fitting_moments(request.parameters)
+        return contents
 
 
 # -------------------------------------------------------------------------------- the model
@@ -199,6 +218,3 @@ def _tie(state_dict: dict[str, Tensor], names: list[str], path: Path) -> None:
                 f"load_file: {first} and {name} are tied in the model, and differ in {path}"
             )
     state_dict.update(dict.fromkeys(names, x))
-
-
-calls.when_resumed = lambda part, folder: load_file(folder, part)

@@ -9,6 +9,7 @@ the CPU, until it is written to, so that `as_expansion` finds it whole when it i
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 import weakref
 from collections import OrderedDict
@@ -26,9 +27,10 @@ from mcftensor.checkpoint.state_dicts import as_terms, from_terms, has_terms, na
 from mcftensor.dispatch.operands import count_of, value_in
 from mcftensor.formats import Format
 from mcftensor.patches.objects import as_held, has_load_hook, register_load_hook
-from mcftensor.patches.table import calls
+from mcftensor.patches.table import by_name, patch
 from mcftensor.tensor.components import any_format_of, format_of, local
 from mcftensor.tensor.dtensor import place_of
+from mcftensor.tensor.implicit_rounding import narrowing, saying_itself
 from mcftensor.tensor.tensor import MCFTensor
 
 M = TypeVar("M", bound=nn.Module)
@@ -114,10 +116,35 @@ def _joined(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, An
     return found
 
 
-calls.before_loading = _joined
-calls.to_terms = functools.partial(as_terms, sums=True)
-calls.from_terms = from_terms
-calls.when_unloaded = store_as_terms
+@patch(
+    "torch.nn.Module.load_state_dict",
+    why="Readers of safetensors files give state dicts with keys of terms. These terms belong to "
+    "expansions.",
+    loss="load_state_dict(strict=False) silently drops terms among the keys; load "
+    "mcf.checkpoint.from_terms(state_dict).",
+    when="import mcftensor",
+    before="A plain model may load such terms before the process creates an expansion, and may be "
+    "converted afterwards.",
+    takes=("self", "state_dict"),
+)
+@by_name
+def _finding_terms(load: Callable[[], Any], given: dict[str, Any]) -> Any:
+    if isinstance(given["state_dict"], Mapping):
+        given["state_dict"] = state_dict = _joined(given["self"], given["state_dict"])
+        narrowed = {} if given.get("assign", False) else _narrowed(given["self"], state_dict)
+        if narrowed:
+            narrowing("load_state_dict", narrowed)
+    return load()
+
+
+def _narrowed(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the names and formats of what a module would round to its own formats."""
+    found = {}
+    for name, x in itertools.chain(module.named_parameters(), module.named_buffers()):
+        its, own = format_of(state_dict.get(name)), format_of(x)
+        if its is not None and own is not None and its.precision > own.precision:
+            found[name] = its, own
+    return found
 
 
 # ---------------------------------------------------------------------------- loaded expansions
@@ -164,6 +191,24 @@ def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
+@patch(
+    "torch.nn.Module._load_from_state_dict",
+    why="A plain parameter rounds an expansion that it loads, and a later `as_expansion` needs "
+    "all terms. PyTorch's hooks on loading belong to single modules.",
+    loss="plain models that load expansions drop their tails; call mcf.as_expansion(model) before "
+    "load_state_dict.",
+    takes=("self", "state_dict", "prefix", "local_metadata"),
+)
+@by_name
+def _keeping_what_is_loaded(load: Callable[[], None], given: dict[str, Any]) -> None:
+    if all(map(any_format_of, _own_tensors(given["self"]).values())):
+        load()  # nothing is rounded
+        return
+    saying_itself(load)
+    if not given["local_metadata"].get("assign_to_params_buffers", False):
+        _keep(given["self"], given["state_dict"], given["prefix"])
+
+
 def _keep(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
     """Keep the loaded expansions of a module, without its children, after loading."""
     kept = KEPT.pop(module, {})
@@ -191,9 +236,6 @@ def _keep(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None
             )
     if kept:
         KEPT[module] = kept
-
-
-calls.after_loading = _keep
 
 
 def _is_bare(x: Tensor) -> bool:

@@ -13,15 +13,14 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from mcftensor.checkpoint.checkpoint_error import CheckpointError, extra, reading, some
-from mcftensor.wings import wing
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, extra, reading
 
 KEY = "mcftensor"
 """Under what name a file's metadata hold what is said here."""
@@ -169,27 +168,6 @@ def index_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.index.json")
 
 
-def files_in(index: Path, content: Any) -> dict[str, str]:
-    """Return the file, in the folder of the index, of each tensor.
-
-    Raises:
-        CheckpointError: a file is missing.
-    """
-    files = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
-        raise CheckpointError(f"{index} is no index of a checkpoint: it has no weight_map of names")
-    names = dict.fromkeys(files.values())
-    foreign = [f for f in names if f in ("", ".", "..") or set(f) & {"/", "\\", ":", "\0"}]
-    if foreign:
-        raise CheckpointError(
-            f"{index} names {some(map(repr, foreign))}; shards are files in the folder of the index"
-        )
-    missing = [f for f in names if not (index.parent / f).is_file()]
-    if missing:
-        raise CheckpointError(f"shards that {index} names are missing: {some(missing)}")
-    return files
-
-
 class Lazy(Mapping[str, Tensor]):
     """Tensors by name, each read when it is asked for."""
 
@@ -197,11 +175,11 @@ class Lazy(Mapping[str, Tensor]):
         self,
         names: Iterable[str],
         read: Callable[[str], Tensor],
-        like: Callable[[str], Tensor] | None = None,
+        like: Callable[[str], Tensor],
     ) -> None:
         self.names = dict.fromkeys(names)
         self.read = read
-        self.like = like or (lambda name: read(name).to("meta"))
+        self.like = like
         """A tensor without data of the dtype and the shape of a stored one."""
 
     def __getitem__(self, name: str) -> Tensor:
@@ -217,71 +195,32 @@ class Lazy(Mapping[str, Tensor]):
         return name in self.names  # Mapping's own would read the tensor.
 
 
-def open_safetensors(path: Path, caller: str) -> tuple[Lazy, dict[str, str]]:
-    """Open a safetensors file, and return its stored tensors, term by term, and its metadata."""
-
-    def read(name: str) -> Tensor:
-        with reading(path):
-            return file.get_tensor(name)
-
-    def like(name: str) -> Tensor:
-        with reading(path):
-            header = file.get_slice(name)
-            dtype = _DTYPES[header.get_dtype()]
-            return torch.empty(header.get_shape(), dtype=dtype, device="meta")
-
-    with reading(path):
-        file = extra("safetensors", caller).safe_open(path, framework="pt", device="cpu")
-        return Lazy(file.keys(), read, like), file.metadata() or {}
-
-
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-
-
 @dataclass(frozen=True)
 class Stored:
-    """Components by name, names that stand for the tensor of another one, texts, and the digest
-    of all, which files of other programs lack."""
+    """The content of a checkpoint: plain tensors by name, each read at its access, and names that
+    stand for the tensor of another one."""
 
-    terms: Lazy
-    tied: dict[str, str]
-    metadata: dict[str, str]
-    seal: str | None
-
-
-def opened_files(path: Path, verify: bool) -> Stored:
-    """Open a file, or the files of an index."""
-    stored = (_opened_shards if path.suffix == ".json" else _opened_file)(path, verify)
-    return stored if DELTA_KEY in stored.metadata else with_ties(stored, path)
+    layout: str
+    terms: Mapping[str, Tensor]
+    tied: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    seal: str | None = None
+    """The digest of all tensors, which files of other programs lack."""
+    optimizers: dict[str, Any] = field(default_factory=dict)
+    """State dicts of optimizers in the same file."""
 
 
-def opened(path: Path, verify: bool) -> Stored:
-    """Open a file, or the files of an index, with all that an incremental one is based on."""
-    stored = opened_files(path, verify)
-    if DELTA_KEY not in stored.metadata:
-        return stored
-    whole: Stored = wing("serving").put_together(path, verify)
-    return whole
-
-
-def with_ties(stored: Stored, path: Path) -> Stored:
-    """Return what a file stores; CheckpointError if a tied name stands for no tensor of it."""
-    for alias, name in stored.tied.items():
-        if alias in stored.terms or name not in stored.terms:
-            raise CheckpointError(f"{path} says that {alias} is tied to {name}, which cannot be")
-    return stored
-
-
-def _opened_file(path: Path, verify: bool) -> Stored:
-    file, metadata = open_safetensors(path, "load_file")
-    if KEY not in metadata:
-        if verify and any('"crc32": "' in text for text in metadata.values()):
+def open_safetensors(path: Path, verify: bool) -> Stored:
+    """Open a safetensors file; each tensor is compared with its digest when it is read."""
+    with reading(path):
+        file = extra("safetensors", f"cannot read {path}").safe_open(path, "pt", device="cpu")
+        metadata = file.metadata() or {}
+        names = dict.fromkeys(file.keys())
+        sealed = json.loads(metadata[KEY]) if KEY in metadata else None
+        if verify and sealed is None and any('"crc32": "' in text for text in metadata.values()):
             raise CheckpointError(f"{path} is damaged: its digests are not under {KEY}")
-        return Stored(file, {}, metadata, None)
-    sealed = json.loads(metadata[KEY])
-    if not verify:
-        return Stored(file, sealed["tied"], metadata, sealed["crc32"])
-    digests = unsealed(path, sealed)["tensors"]
+        digests = unsealed(path, sealed)["tensors"] if verify and sealed is not None else None
+        tied, seal = (sealed["tied"], sealed["crc32"]) if sealed is not None else ({}, None)
 
     def require(name: str, holds: bool) -> None:
         if not holds:
@@ -291,43 +230,20 @@ def _opened_file(path: Path, verify: bool) -> Stored:
             )
 
     def read(name: str) -> Tensor:
-        x = file[name]
-        require(name, digests.get(name) == digest(name, x))
-        return x
+        with reading(path):
+            x: Tensor = file.get_tensor(name)
+            require(name, digests is None or digests.get(name) == digest(name, x))
+            return x
 
-    for name in digests:
-        require(name, name in file)
-    return Stored(Lazy(file, read, file.like), sealed["tied"], metadata, sealed["crc32"])
+    def like(name: str) -> Tensor:
+        with reading(path):
+            header = file.get_slice(name)
+            dtype = _DTYPES[header.get_dtype()]
+            return torch.empty(header.get_shape(), dtype=dtype, device="meta")
+
+    for name in digests or ():
+        require(name, name in names)
+    return Stored("safetensors", Lazy(names, read, like), tied, metadata, seal)
 
 
-def _opened_shards(index: Path, verify: bool) -> Stored:
-    content = json.loads(index.read_text(encoding="utf-8"))
-    files = files_in(index, content)
-    metadata = content.get("metadata")
-    texts: dict[str, str] = {}
-    seal, seals = None, {}
-    if isinstance(metadata, dict):
-        texts = {name: x for name, x in metadata.items() if isinstance(x, str)}
-    if isinstance(metadata, dict) and KEY in metadata:
-        sealed = metadata[KEY]
-        seal, seals = sealed["crc32"], sealed["shards"]
-        if verify:
-            unsealed(index, sealed | {"weight_map": files})
-    places: dict[str, Lazy] = {}
-    tied: dict[str, str] = {}
-    for file in dict.fromkeys(files.values()):
-        shard = _opened_file(index.parent / file, verify)
-        if verify and seals.get(file) != (shard.seal if seals else None):
-            raise CheckpointError(
-                f"{index.parent / file} is not the file that {index} was written for"
-            )
-        named = [name for name, place in files.items() if place == file]
-        missing = [name for name in named if name not in shard.terms]
-        if missing:
-            raise CheckpointError(
-                f"{index} says that {some(missing)} is in {file}, which does not hold it"
-            )
-        places |= dict.fromkeys(named, shard.terms)
-        tied |= shard.tied
-    terms = Lazy(places, lambda name: places[name][name], lambda name: places[name].like(name))
-    return Stored(terms, tied, texts, seal)
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
@@ -18,13 +16,10 @@ from mcftensor.arithmetic.write_counts import moved
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
 from mcftensor.formats import Format
 from mcftensor.kernels.program import PATTERNS
-from mcftensor.operators.collectives import carried
-from mcftensor.patches.table import calls
 from mcftensor.tensor.components import (
     any_format_of,
     check_components,
     check_writes,
-    format_of,
     local,
     normalized,
     on_local,
@@ -52,14 +47,14 @@ def tail_names(name: str, format: Format) -> list[str]:
 
 def format_said(names: Sequence[str]) -> Format | None:
     """Return the format given by the names of a number's components (see `names_of_terms`)."""
-    found = _tail(names[1]) if len(names) > 1 else None
+    found = component_in(names[1]) if len(names) > 1 else None
     return found and found[1]
 
 
 _SUM = "sum"
 """The name of what stands beside tails: the sum of the leading term's bit patterns."""
 
-_WRITES = "writes"
+WRITES = "writes"
 """The name of what else there is of a tensor: how often it was written to, where rounding is
 balanced. Of a format without tails it stands there in any case, to say what format it is."""
 
@@ -85,7 +80,7 @@ def _sum_of(leading: Tensor, format: Format) -> Tensor:
 _PART = 1 << 18
 
 
-def _tail(name: Any) -> tuple[str, Format] | None:
+def component_in(name: Any) -> tuple[str, Format] | None:
     """Return the tensor whose component or checksum has this name, and the format in the name; None
     for other names."""
     parts = name.rsplit(".", 2) if isinstance(name, str) else []
@@ -99,7 +94,7 @@ def _tail(name: Any) -> tuple[str, Format] | None:
         if is_like_a_term:
             raise CheckpointError(f"{name} is a term of no format ({error})") from error
         return None
-    if is_like_a_term or component in (_SUM, _WRITES, *[x.name for x in known.components]):
+    if is_like_a_term or component in (_SUM, WRITES, *[x.name for x in known.components]):
         return owner, known
     return None
 
@@ -169,7 +164,7 @@ def as_terms(state_dict: Mapping[Any, Any], *, sums: bool = False) -> dict[Any, 
         if sums and tails and not is_sharded(x) and not x.is_meta:
             beside_it[f"{name}.{format.name}.{_SUM}"] = _sum_of(terms[name], format)
         if format.rounding == "balanced" or not tails:
-            beside_it[f"{name}.{format.name}.{_WRITES}"] = _count_of(x)
+            beside_it[f"{name}.{format.name}.{WRITES}"] = _count_of(x)
         for beside, tail in beside_it.items():
             if not isinstance(name, str):
                 raise CheckpointError(f"as_terms: an expansion is under {name!r}, which is no name")
@@ -210,33 +205,32 @@ def from_terms(
         >>> mcf.checkpoint.from_terms({"x": hi, "x.bf16x2.term1": lo, "y": hi})["x"]
         MCFTensor([1.0020, 2.0000], format=bf16x2)
     """
-    return joined(terms, tails, verify)
+    return {
+        name: joined(terms, names, tails, verify) for name, names in names_of_terms(terms).items()
+    }
 
 
 def joined(
-    terms: Mapping[Any, Any], tails: bool, verify: bool, known: bool = False
-) -> dict[Any, Any]:
-    """Join terms as `from_terms`, without checks of terms that are known to be unchanged."""
-    state_dict: dict[Any, Any] = {}
-    for name, names in names_of_terms(terms).items():
-        x = terms[name]
-        format = format_said(names)
-        if format is not None:
-            whole = {name: x} | {n: terms[n] for n in names[1:]}
-            told = whole.pop(f"{name}.{format.name}.{_SUM}", None)
-            writes = whole.pop(f"{name}.{format.name}.{_WRITES}", None)
-            writes = writes if format.rounding == "balanced" else None
-            stored = list(whole.values())
-            parts, misfits = _components(name, stored, writes, format, tails, known)
-            if verify and tails and not known:
-                _require_unchanged(name, format, parts, misfits, told)
-            if writes is not None:
-                writes = moved(writes.to(parts[0].device), place_of(x))
-            x = placed_like(x, MCFTensor.of(parts, format, writes=writes))
-        elif isinstance(x, Mapping):
-            x = joined(x, tails, verify, known)
-        state_dict[name] = x
-    return state_dict
+    terms: Mapping[Any, Any], names: Sequence[Any], tails: bool, verify: bool, known: bool = False
+) -> Any:
+    """Return the number whose terms have these names, as `from_terms` does.
+
+    Terms that are known to be unchanged are not checked.
+    """
+    name, x = names[0], terms[names[0]]
+    format = format_said(names)
+    if format is None:
+        return from_terms(x, tails=tails, verify=verify) if isinstance(x, Mapping) else x
+    whole = {name: x} | {n: terms[n] for n in names[1:]}
+    told = whole.pop(f"{name}.{format.name}.{_SUM}", None)
+    writes = whole.pop(f"{name}.{format.name}.{WRITES}", None)
+    writes = writes if format.rounding == "balanced" else None
+    parts, misfits = _components(name, list(whole.values()), writes, format, tails, known)
+    if verify and tails and not known:
+        _require_unchanged(name, format, parts, misfits, told)
+    if writes is not None:
+        writes = moved(writes.to(parts[0].device), place_of(x))
+    return placed_like(x, MCFTensor.of(parts, format, writes=writes))
 
 
 def _count_of(x: Tensor) -> Tensor:
@@ -246,12 +240,12 @@ def _count_of(x: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device="cpu")
     count: Tensor = moved(own._count, -place_of(x))
     if count is not own._writes:
-        _parts[count] = own
+        PARTS[count] = own
     return count
 
 
 # For write counts that are separate tensors: the tensor that each belongs to.
-_parts: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
+PARTS: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
 
 
 def _components(
@@ -293,7 +287,7 @@ def names_of_terms(names: Iterable[Any]) -> dict[Any, list[Any]]:
     groups: dict[Any, list[Any]] = {}
     tails: dict[str, dict[str, Format]] = {}
     for name in names:
-        found = _tail(name)
+        found = component_in(name)
         if found is None:
             groups[name] = [name]
         else:
@@ -301,7 +295,7 @@ def names_of_terms(names: Iterable[Any]) -> dict[Any, list[Any]]:
     for name, its_tails in tails.items():
         format = next(iter(its_tails.values()))
         expected = tail_names(name, format)
-        others = [n for n in its_tails if n.rsplit(".", 1)[1] in (_SUM, _WRITES)]
+        others = [n for n in its_tails if n.rsplit(".", 1)[1] in (_SUM, WRITES)]
         present = [n for n in its_tails if n not in others]
         if expected and not present:
             continue  # somebody has left the terms out
@@ -333,87 +327,9 @@ def is_sharded(x: Any) -> bool:
     return local(x) is not x
 
 
-@contextlib.contextmanager
-def _broadcast_as_terms(
-    given: dict[str, Any], own: dict[str, Any]
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Convert a state dict of the first rank to terms, to broadcast them: `broadcast_from_rank0`.
-
-    The other ranks wait for plain tensors, of the dtypes that the first one names.
-    """
-    if dist.get_rank() == 0:
-        given = {name: _in_format_of(own.get(name), x) for name, x in given.items()}
-        given = _carried(as_terms(given))
-    terms = as_terms(own)
-    travelling = _carried(terms)
-    yield given, travelling
-    arrived = {
-        name: on_local(lambda part, dtype: part.view(dtype), x, terms[name].dtype)
-        if isinstance(x, Tensor) and _tail(name)
-        else x
-        for name, x in travelling.items()
-    }
-    own.clear()
-    own.update(from_terms(arrived))
-
-
-def _carried(terms: dict[str, Any]) -> dict[str, Any]:
-    """Return terms in dtypes that backends support."""
-    return {n: on_local(carried, x) if _tail(n) else x for n, x in terms.items()}
-
-
-@torch.no_grad()
-def _in_format_of(own: Any, x: Any) -> Any:
-    """Return a tensor of the first rank in the format of all ranks, rounded once if it differs."""
-    if not (isinstance(own, Tensor) and isinstance(x, Tensor)) or format_of(own) == format_of(x):
-        return x
-    return local(own).new_empty(x.shape, device=x.device).copy_(x)
-
-
-calls.around_broadcasts = _broadcast_as_terms
-
-
-def _checking(terms: Mapping[Any, Any]) -> Callable[[], None] | None:
-    """Return a function that normalizes terms after they are loaded in place; None without terms.
-
-    It then raises the first error of `from_terms`.
-    """
-
-    def check() -> None:
-        for error in list(_refusals(terms)):
-            raise error
-
-    return check if has_terms(terms) else None
-
-
 def has_terms(state_dict: Mapping[Any, Any]) -> bool:
     """Whether a state dict has terms of expansions among its keys."""
     return any(
-        has_terms(x) if isinstance(x, Mapping) else _tail(name) is not None
+        has_terms(x) if isinstance(x, Mapping) else component_in(name) is not None
         for name, x in state_dict.items()
     )
-
-
-@torch.no_grad()
-def _refusals(terms: Mapping[Any, Any]) -> Iterator[CheckpointError]:
-    for name, names in names_of_terms(terms).items():
-        if isinstance(terms[name], Mapping):
-            yield from _refusals(terms[name])
-        format = format_said(names)
-        if format is None:
-            continue
-        parts = [local(terms[n]) for n in (name, *tail_names(name, format))]
-        try:
-            whole: Any = local(from_terms({n: terms[n] for n in names})[name])
-            found = stored_components(whole)
-        except CheckpointError as error:
-            yield error
-            found, _ = format.normalized(parts)
-        torch._foreach_copy_(parts, list(found))
-        count = terms.get(f"{name}.{format.name}.{_WRITES}")
-        if count is not None and count in _parts:
-            part = _parts[count]
-            part._writes.copy_(moved(count, place_of(terms[name]) - part._first))
-
-
-calls.after_loads = _checking

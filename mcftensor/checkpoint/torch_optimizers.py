@@ -17,7 +17,6 @@ Layouts, each with two results of `state_dict()`:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,11 @@ from mcftensor.checkpoint.entries import (
     Group,
     Request,
     entries_in,
-    entries_of,
     entry_of,
 )
-from mcftensor.checkpoint.open_checkpoint import state_dict_in
+from mcftensor.checkpoint.open_checkpoint import is_of_optimizer, opened
 from mcftensor.checkpoint.pickle_checks import require_whole, unpickled
-from mcftensor.checkpoint.safetensors_files import opened, sealed, unsealed
-from mcftensor.checkpoint.state_dicts import ties
+from mcftensor.checkpoint.safetensors_files import Stored, sealed, unsealed
 from mcftensor.wings import wing_or_none
 
 BESIDE = ("optimizer.safetensors", "optimizer.pt", "optimizer.bin")
@@ -49,43 +46,30 @@ _METADATA = "optimizer"
 _PREFIX = "state."
 
 
-def read_file(path: Path, request: Request) -> Contents:
-    """Read one file with model and optimizer, or with either."""
-    if request.verify:
-        require_whole(path)
-    content = unpickled(path)
-    weights = _weights_in(content, path)
-    tied = ties(weights)
-    own = entries_of({name: x for name, x in weights.items() if name not in tied}, request)
-    contents = Contents("torch.save", own, tied=tied)
-    found = _optimizers_in(content)
-    if len(found) > 1:
+def add_stored(contents: Contents, stored: Stored, path: Path, request: Request) -> None:
+    """Add the states in the same file as the weights, or in the same folder, if there are any."""
+    if len(stored.optimizers) > 1:
         raise CheckpointError(
-            f"{path} holds the states of {len(found)} optimizers, {some(found)}; save one by itself"
+            f"{path} holds the states of {len(stored.optimizers)} optimizers, "
+            f"{some(stored.optimizers)}; save one by itself"
         )
-    for name, state_dict in found.items():
+    for name, state_dict in stored.optimizers.items():
         add(contents, state_dict, f"{path}[{name!r}]", request)
-    return contents
-
-
-def add_beside(contents: Contents, folder: Path, request: Request) -> None:
-    """Add the states in the same folder as the weights, if there are any."""
-    for path in (folder / name for name in BESIDE):
-        if not path.is_file():
-            continue
-        with reading(path):
-            if path.suffix == ".safetensors":
-                _add_own(contents, path, request)
-            else:
-                if request.verify:
-                    require_whole(path)
-                add(contents, unpickled(path), path, request)
+    beside = next((path / name for name in BESIDE if (path / name).is_file()), None)
+    if beside is None:
         return
+    with reading(beside):
+        if beside.suffix == ".safetensors":
+            _add_own(contents, beside, request)
+        else:
+            if request.verify:
+                require_whole(beside)
+            add(contents, unpickled(beside), beside, request)
 
 
 def add(contents: Contents, state_dict: Any, source: object, request: Request) -> None:
     """Add the result of an optimizer's `state_dict()`."""
-    if not _is_of_optimizer(state_dict):
+    if not is_of_optimizer(state_dict):
         raise CheckpointError(f"{source} is no state dict of an optimizer")
     contents.groups = [dict(group) for group in state_dict["param_groups"]]
     for i, state in state_dict["state"].items():
@@ -97,30 +81,6 @@ def add(contents: Contents, state_dict: Any, source: object, request: Request) -
         bridge.complete(contents, request.parameters)
     if not request.optimizer:
         contents.states, contents.groups = {}, None
-
-
-def _weights_in(content: object, path: Path) -> Mapping[str, Tensor]:
-    if isinstance(content, Mapping):
-        content = {
-            key: x
-            for key, x in content.items()
-            if not (_is_of_optimizer(x) or key in ("optimizer_states", "lr_schedulers"))
-        }
-    return state_dict_in(content, path)
-
-
-def _optimizers_in(content: Any) -> dict[str, Any]:
-    if not isinstance(content, Mapping):
-        return {}
-    found = {key: x for key, x in content.items() if _is_of_optimizer(x)}
-    several = content.get("optimizer_states")
-    if isinstance(several, list):
-        found |= {f"optimizer_states[{i}]": x for i, x in enumerate(several)}
-    return found
-
-
-def _is_of_optimizer(content: Any) -> bool:
-    return isinstance(content, Mapping) and {"state", "param_groups"} <= content.keys()
 
 
 # ---------------------------------------------------------------------- optimizer.safetensors
@@ -164,8 +124,7 @@ def _add_own(contents: Contents, path: Path, request: Request) -> None:
     numbers = {str(i): i for group in groups or [] for i in group["params"]}
     for i, values in told["values"].items():
         contents.states[numbers.get(i, i)] = dict(values)
-    known = request.verify and stored.seal is not None
-    for name, entry in entries_in(stored.terms, request, known).items():
+    for name, entry in entries_in(stored, request).items():
         i, _, key = name.removeprefix(_PREFIX).rpartition(".")
         if numbers.get(i, i) not in contents.states:
             raise CheckpointError(f"{path} holds {name}, which is the state of no parameter")

@@ -25,7 +25,7 @@ Arithmetic = Literal["terms", "numbers", "plain", "rules"]
 
 
 class Rules(Protocol):
-    """Replacements of the operators in `dispatch/` for tensors of a format.
+    """Replacements of the operators in `operators/` for tensors of a format.
 
     `Format.rules` holds the rules of a format. `scaling/` has the rules of formats whose scales
     propagate.

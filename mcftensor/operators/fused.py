@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from mcftensor.tensor.step_tensors import GradientTensor, TapedGradient
 from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten
+_format = attrgetter("_format")
 
 # The formats of a gradient, its parameter and its states.
 Formats = tuple[Format, ...]
@@ -151,7 +153,8 @@ def _take(
             [*settings],
             list(map(setting, settings.values())),
         )
-    count_write([*chain(*written)])
+    counted = [x for x, f in zip(written, formats[1:], strict=True) if f.rounding == "balanced"]
+    count_write([*chain(*counted)])
     return gradients
 
 
@@ -180,13 +183,16 @@ def _keys(
     return keys
 
 
-def _format(x: Tensor) -> Format:
-    return x._format if isinstance(x, MCFTensor) else PLAIN[x.dtype]
+def _formats(tensors: Sequence[Tensor]) -> list[Format]:
+    """Return the format of each tensor; a list may have thousands."""
+    if set(map(type, tensors)) == {MCFTensor}:
+        return list(map(_format, tensors))
+    return [x._format if isinstance(x, MCFTensor) else PLAIN[x.dtype] for x in tensors]
 
 
 def _groups(quantities: Sequence[Sequence[Tensor]]) -> dict[Formats, list[int]]:
     """Return the rows of lists of tensors, grouped by their formats."""
-    columns = [list(map(_format, quantity)) for quantity in quantities]
+    columns = [_formats(quantity) for quantity in quantities]
     if all(len(set(column)) == 1 for column in columns):  # mostly
         return {tuple([column[0] for column in columns]): list(range(len(columns[0])))}
     return places_of(zip(*columns, strict=True))

@@ -15,15 +15,22 @@ from torch import Tensor, nn
 from mcftensor.dispatch.operands import name_counts
 from mcftensor.operators.collectives import carried, require_one_format
 from mcftensor.patches.optimizers import parameters_of
-from mcftensor.patches.table import by_name, calls, row
+from mcftensor.patches.table import by_name, calls, patch, rows
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.addresses import without_addresses
 from mcftensor.tensor.components import format_of, local
 from mcftensor.tensor.pickling import attributes_of_users
 
-States = dict[str, Any]
 
-
+@patch(
+    "torch.nn.Module._apply",
+    why="`module.to(dtype)` replaces DTensors of expansions by plain DTensors and calls "
+    "neither their dispatch nor a hook. `to_empty` does the same, and balanced rounding needs "
+    "the parameter names afterwards.",
+    loss="module.to(dtype) does not raise for sharded expansions, but drops all terms except "
+    "the leading ones; call mcf.as_plain(module) before sharding.",
+    takes=("fn",),
+)
 @by_name
 def _keeping_expansions(apply: Callable[[], nn.Module], given: dict[str, Any]) -> nn.Module:
     if getattr(given["fn"], "func", None) is _converted:  # called for an enclosing module
@@ -90,13 +97,23 @@ def _of_one_kind(collective: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-@by_name
-def _within_contexts(broadcast: Callable[[], None], given: dict[str, Any]) -> None:
-    with calls.around_broadcasts(given["full_state_dict"], given["local_state_dict"]) as states:
-        given["full_state_dict"], given["local_state_dict"] = states
-        broadcast()
-
-
+@patch(
+    "torchtitan.components.optimizer.optimizer.init_optim_state",
+    why="torchtitan runs the same step before it saves or loads states.",
+    loss="with balanced rounding, runs resumed by torchtitan continue with other counts.",
+    when="import torchtitan.components.optimizer.optimizer",
+    releases="0.3",
+    takes=("optim",),
+)
+@patch(
+    "torch.distributed.checkpoint.state_dict._init_optim_state",
+    why="Before an optimizer without states loads some, PyTorch runs a step that changes "
+    "nothing, and balanced rounding counts that step.",
+    loss="with balanced rounding, runs resumed by torch.distributed.checkpoint.state_dict "
+    "continue with other counts; get a state dict of the optimizer before you set one.",
+    when="import torch.distributed.checkpoint.state_dict",
+    takes=("optim",),
+)
 @by_name
 def _uncounted(initialize: Callable[[], None], given: dict[str, Any]) -> None:
     own = [local(p) for p in parameters_of(given["optim"])]
@@ -107,33 +124,21 @@ def _uncounted(initialize: Callable[[], None], given: dict[str, Any]) -> None:
         count.copy_(was)
 
 
-class _ReaderOf:
-    """A reader of checkpoints that calls a function on this rank after reading.
-
-    If the function raises, all ranks raise, as they do for errors of reading.
-    """
-
-    def __init__(self, reader: Any, action: Callable[[], None]) -> None:
-        self._reader, self._action = reader, action
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
-
-    def read_data(self, *args: Any, **kwargs: Any) -> Any:
-        reading = self._reader.read_data(*args, **kwargs)
-        reading.wait()
-        self._action()
-        return reading
-
-
-@by_name
-def _and_then(load: Callable[[], None], given: dict[str, Any]) -> None:
-    action = calls.after_loads(given["state_dict"])
-    if action is not None:
-        given["storage_reader"] = _ReaderOf(given["storage_reader"], action)
-    load()
-
-
+@patch(
+    "torch.distributed.checkpoint._state_dict_stager.StateDictStager.stage",
+    why="`dcp.async_save` takes a tensor with an address for a tensor with a storage, and "
+    "copies the storage.",
+    loss="dcp.async_save fails with expansions; give it mcf.checkpoint.as_terms(state_dict).",
+    when="import torch.distributed.checkpoint._state_dict_stager",
+)
+@patch(
+    "torch.distributed._state_dict_utils._iterate_state_dict",
+    why="The caching stagers of `dcp.async_save` make a plain tensor of every tensor with an "
+    "address.",
+    loss="stagers that cache state dicts round expansions; give them "
+    "mcf.checkpoint.as_terms(state_dict).",
+    when="import torch.distributed._state_dict_utils",
+)
 @by_name
 def _by_attributes(copy: Callable[[], Any], given: dict[str, Any]) -> Any:
     return without_addresses(copy)
@@ -143,12 +148,15 @@ _aten = torch.ops.aten
 _LERPS = (_aten.lerp, _aten.lerp_, _aten._foreach_lerp, _aten._foreach_lerp_)
 
 
-@by_name
-def _as_arranged(reduce: Callable[[], Any], given: dict[str, Any]) -> Any:
-    calls.around_reduction(given)
-    return reduce()
-
-
+@patch(
+    "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
+    why="DTensor checks that both operands of `lerp_` have one dtype before it dispatches. A "
+    "first moment in blocks reports float32, its gradient bfloat16.",
+    loss="Adam's for-loop and foreach paths fail over shards with first moments in mxfp8; give "
+    "fused=True.",
+    when="import torch.distributed.tensor._sharding_prop",
+    takes=("op_schema",),
+)
 @by_name
 def _of_one_dtype(propagate: Callable[[], Any], given: dict[str, Any]) -> Any:
     schema = given["op_schema"]
@@ -177,7 +185,13 @@ def _as_the_first(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (first, *others)
 
 
-REDUCES = row(
+@by_name
+def _as_arranged(reduce: Callable[[], Any], given: dict[str, Any]) -> Any:
+    calls.around_reduction(given)
+    return reduce()
+
+
+(REDUCES,) = rows(
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce",
     why="`fully_shard` divides gradients by the number of processes and adds the gradients of "
     "replicas in the order of its all-reduce. It offers no hook for either.",
@@ -189,94 +203,22 @@ REDUCES = row(
     ),
     change=_as_arranged,
 )
+
 if dist.is_available():
-    row(
-        "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
-        why="DTensor checks that both operands of `lerp_` have one dtype before it dispatches. A "
-        "first moment in blocks reports float32, its gradient bfloat16.",
-        loss="Adam's for-loop and foreach paths fail over shards with first moments in mxfp8; give "
-        "fused=True.",
-        when="import torch.distributed.tensor._sharding_prop",
-        takes=("op_schema",),
-        change=_of_one_dtype,
-    )
-    row(
-        "torch.nn.Module._apply",
-        why="`module.to(dtype)` replaces DTensors of expansions by plain DTensors and calls "
-        "neither their dispatch nor a hook. `to_empty` does the same, and balanced rounding needs "
-        "the parameter names afterwards.",
-        loss="module.to(dtype) does not raise for sharded expansions, but drops all terms except "
-        "the leading ones; call mcf.as_plain(module) before sharding.",
-        takes=("fn",),
-        change=_keeping_expansions,
-    )
-    row(
+    rows(
         "torch.distributed._broadcast_coalesced",
         why="DistributedDataParallel concatenates and broadcasts tensors at construction, in C++ "
         "that does not know expansions.",
         loss="DistributedDataParallel raises for expansions, or concatenates their terms wrongly.",
         change=_by_terms,
     )
-    for _name in ("allgather", "gather", "reduce_scatter", "scatter"):
-        row(
-            f"torch.distributed.ProcessGroup.{_name}",
-            why="PyTorch does not look for tensors of a class in lists of lists. Beside a plain "
-            "tensor, the expansions there are read as memory that they do not have.",
-            loss=f"{_name} of a plain tensor with a list of expansions crashes the process.",
-            change=_of_one_kind,
-        )
-    row(
-        "torch.distributed.checkpoint.state_dict._broadcast_state_dict",
-        why="With `broadcast_from_rank0`, the other ranks wait for plain tensors of the dtypes "
-        "that the first rank announces.",
-        loss="broadcast_from_rank0=True fails with expansions; give it plain float32 values.",
-        when="import torch.distributed.checkpoint.state_dict",
-        takes=("full_state_dict", "local_state_dict"),
-        change=_within_contexts,
-    )
-    row(
-        "torch.distributed.checkpoint.state_dict._init_optim_state",
-        why="Before an optimizer without states loads some, PyTorch runs a step that changes "
-        "nothing, and balanced rounding counts that step.",
-        loss="with balanced rounding, runs resumed by torch.distributed.checkpoint.state_dict "
-        "continue with other counts; get a state dict of the optimizer before you set one.",
-        when="import torch.distributed.checkpoint.state_dict",
-        takes=("optim",),
-        change=_uncounted,
-    )
-    row(
-        "torchtitan.components.optimizer.optimizer.init_optim_state",
-        why="torchtitan runs the same step before it saves or loads states.",
-        loss="with balanced rounding, runs resumed by torchtitan continue with other counts.",
-        when="import torchtitan.components.optimizer.optimizer",
-        releases="0.3",
-        takes=("optim",),
-        change=_uncounted,
-    )
-    row(
-        "torch.distributed.checkpoint.state_dict_loader._load_state_dict",
-        why="`dcp.load` writes into terms in place and calls nothing afterwards. Terms changed by "
-        "another program must be normalized or refused.",
-        loss="dcp.load into terms accepts the changes of another program unchecked; pass the "
-        "loaded state dict to mcf.checkpoint.from_terms, and load the result.",
-        when="import torch.distributed.checkpoint.state_dict_loader",
-        takes=("state_dict", "storage_reader"),
-        change=_and_then,
-    )
-    row(
-        "torch.distributed.checkpoint._state_dict_stager.StateDictStager.stage",
-        why="`dcp.async_save` takes a tensor with an address for a tensor with a storage, and "
-        "copies the storage.",
-        loss="dcp.async_save fails with expansions; give it mcf.checkpoint.as_terms(state_dict).",
-        when="import torch.distributed.checkpoint._state_dict_stager",
-        change=_by_attributes,
-    )
-    row(
-        "torch.distributed._state_dict_utils._iterate_state_dict",
-        why="The caching stagers of `dcp.async_save` make a plain tensor of every tensor with an "
-        "address.",
-        loss="stagers that cache state dicts round expansions; give them "
-        "mcf.checkpoint.as_terms(state_dict).",
-        when="import torch.distributed._state_dict_utils",
-        change=_by_attributes,
+    rows(
+        "torch.distributed.ProcessGroup.allgather",
+        "torch.distributed.ProcessGroup.gather",
+        "torch.distributed.ProcessGroup.reduce_scatter",
+        "torch.distributed.ProcessGroup.scatter",
+        why="PyTorch does not look for tensors of a class in lists of lists. Beside a plain "
+        "tensor, the expansions there are read as memory that they do not have.",
+        loss="a collective of a plain tensor with a list of expansions crashes the process.",
+        change=_of_one_kind,
     )

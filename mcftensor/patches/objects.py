@@ -7,33 +7,30 @@ import functools
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import GetSetDescriptorType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mcftensor.patches.table import by_name, calls, patch, row
+from mcftensor.patches.table import by_name, patch, rows
 from mcftensor.tensor.components import Role, any_format_of, format_of, local
-from mcftensor.tensor.implicit_rounding import narrowing, saying_itself
 from mcftensor.tensor.pickling import attributes_of_users
 from mcftensor.tensor.step_context import in_step
 from mcftensor.tensor.step_tensors import PendingTensor, TapedTensor, resolved
 from mcftensor.tensor.tensor import MCFTensor
 
-_TENSOR_HOOKS = [
-    row(
-        f"torch.Tensor.{name}",
-        why="A parameter keeps its hooks when it becomes an expansion, and `swap_tensors` removes "
-        "them.",
-        loss="converted parameters lose hooks of this kind; register them afterwards.",
-        when="mcf.as_expansion(module)",
-        kind=object,
-    )
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
-]
-_LOAD_HOOKS = row(
+_TENSOR_HOOKS = rows(
+    "torch.Tensor._backward_hooks",
+    "torch.Tensor._post_accumulate_grad_hooks",
+    why="A parameter keeps its hooks when it becomes an expansion, and `swap_tensors` removes "
+    "them.",
+    loss="converted parameters lose hooks of this kind; register them afterwards.",
+    when="mcf.as_expansion(module)",
+    kind=object,
+)
+(_LOAD_HOOKS,) = rows(
     "torch.nn.Module._load_state_dict_pre_hooks",
     why="`store_as_terms` converts terms to expansions before other hooks see them, and "
     "`as_plain` removes the hook of `as_expansion`.",
@@ -42,7 +39,7 @@ _LOAD_HOOKS = row(
     when="mcf.as_expansion(module)",
     kind=OrderedDict,
 )
-_WEIGHT_REFERENCES = row(
+(_WEIGHT_REFERENCES,) = rows(
     "torch.nn.RNNBase._flat_weight_refs",
     why="Recurrent layers hold weak references to their weights, which prevent an in-place "
     "conversion to expansions.",
@@ -86,17 +83,14 @@ def as_held(is_parameter: bool, x: Tensor, role: Role, requires_grad: bool) -> T
     loss="swap_tensors may refuse tensors that a step has just written; read them before.",
     takes=("t1", "t2"),
 )
-def _off_the_tape(swap: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(swap)
-    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
-        for x in (t1, t2):
-            if isinstance(x, TapedTensor):
-                x.materialize()
-            elif isinstance(x, PendingTensor):
-                resolved(x)
-        swap(t1, t2)
-
-    return swap_tensors
+@by_name
+def _off_the_tape(swap: Callable[[], None], given: dict[str, Any]) -> None:
+    for x in given.values():
+        if isinstance(x, TapedTensor):
+            x.materialize()
+        elif isinstance(x, PendingTensor):
+            resolved(x)
+    swap()
 
 
 @patch(
@@ -121,6 +115,13 @@ def _refusing_what_has_no_memory(data: Any) -> property:
     return property(data.__get__, assign, doc=data.__doc__)
 
 
+@patch(
+    "torch.to_dlpack",
+    "torch.utils.dlpack.to_dlpack",
+    why="`to_dlpack` reads a tensor's memory in C++, and an expansion keeps its memory in its "
+    "components. The process would end with a segmentation fault.",
+    loss="torch.to_dlpack of an expansion crashes the process.",
+)
 def _by_its_protocol(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(to_dlpack)
     def refusing(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,16 +130,6 @@ def _by_its_protocol(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
         return to_dlpack(resolved(tensor), *args, **kwargs)
 
     return refusing
-
-
-for _module in ("torch", "torch.utils.dlpack"):
-    row(
-        f"{_module}.to_dlpack",
-        why="`to_dlpack` reads a tensor's memory in C++, and an expansion keeps its memory in its "
-        "components. The process would end with a segmentation fault.",
-        loss="torch.to_dlpack of an expansion crashes the process.",
-        change=_by_its_protocol,
-    )
 
 
 def register_load_hook(
@@ -184,69 +175,6 @@ def without_weight_references(module: nn.Module) -> Iterator[None]:
 
 
 @patch(
-    "torch.nn.Module.load_state_dict",
-    why="Readers of safetensors files give state dicts with keys of terms. These terms belong to "
-    "expansions.",
-    loss="load_state_dict(strict=False) silently drops terms among the keys; load "
-    "mcf.checkpoint.from_terms(state_dict).",
-    when="import mcftensor",
-    before="A plain model may load such terms before the process creates an expansion, and may be "
-    "converted afterwards.",
-    takes=("self", "state_dict"),
-)
-def _finding_terms(load: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(load)
-    def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(state_dict, Mapping):
-            state_dict = calls.before_loading(self, state_dict)
-            if not (args[1] if len(args) > 1 else kwargs.get("assign", False)):
-                narrowing("load_state_dict", _narrowed(self, state_dict))
-        return load(self, state_dict, *args, **kwargs)
-
-    return load_state_dict
-
-
-def _narrowed(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the names and formats of what a module would round to its own formats."""
-    found = {}
-    for name, x in itertools.chain(module.named_parameters(), module.named_buffers()):
-        its, own = format_of(state_dict.get(name)), format_of(x)
-        if its is not None and own is not None and its.precision > own.precision:
-            found[name] = its, own
-    return found
-
-
-@patch(
-    "torch.nn.Module._load_from_state_dict",
-    why="A plain parameter rounds an expansion that it loads, and a later `as_expansion` needs "
-    "all terms. PyTorch's hooks on loading belong to single modules.",
-    loss="plain models that load expansions drop their tails; call mcf.as_expansion(model) before "
-    "load_state_dict.",
-    takes=("self", "state_dict", "prefix", "local_metadata"),
-)
-def _telling_what_is_loaded(load: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(load)
-    def load_own(
-        self: nn.Module,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        loading = functools.partial(load, self, state_dict, prefix, local_metadata, *args, **kwargs)
-        own = (*self._parameters.values(), *self._buffers.values())
-        if all(x is None or any_format_of(x) for x in own):  # nothing that would be rounded
-            loading()
-            return
-        saying_itself(loading)
-        if not local_metadata.get("assign_to_params_buffers", False):
-            calls.after_loading(self, state_dict, prefix)
-
-    return load_own
-
-
-@patch(
     "torch.nn.utils.parametrize.remove_parametrizations",
     why="The weight that remains is computed from the leading terms of the parameters that it had, "
     "as in a forward pass.",
@@ -283,24 +211,32 @@ def _leaving_all_terms(remove: Callable[[], nn.Module], given: dict[str, Any]) -
     loss="print(model) does not show formats; see print(mcf.meters.summary(model)).",
     takes=("self",),
 )
-def _showing_formats(text_of: Callable[[nn.Module], str]) -> Callable[[nn.Module], str]:
-    @functools.wraps(text_of)
-    def changed(self: nn.Module) -> str:
-        text = text_of(self)
-        # A class may call this before `__init__`, without the two attributes.
-        held = [vars(self).get(kind, {}).items() for kind in ("_parameters", "_buffers")]
-        found = [(name, any_format_of(x)) for name, x in itertools.chain(*held)]
-        formats = ", ".join(f"{name}: {format.name}" for name, format in found if format)
-        if not formats or not text.endswith(")"):
-            return text
-        head, line, rest = text.partition("\n")
-        if line:  # children, or several lines of the class, with two spaces each
-            return f"{head}\n  {formats}\n{rest}"
-        return f"{text[:-1]}{'' if text.endswith('()') else ', '}{formats})"
-
-    return changed
+@by_name
+def _showing_formats(text_of: Callable[[], str], given: dict[str, Any]) -> str:
+    text = text_of()
+    # A class may call this before `__init__`, without the two attributes.
+    held = [vars(given["self"]).get(kind, {}).items() for kind in ("_parameters", "_buffers")]
+    found = [(name, any_format_of(x)) for name, x in itertools.chain(*held)]
+    formats = ", ".join(f"{name}: {format.name}" for name, format in found if format)
+    if not formats or not text.endswith(")"):
+        return text
+    head, line, rest = text.partition("\n")
+    if line:  # children, or several lines of the class, with two spaces each
+        return f"{head}\n  {formats}\n{rest}"
+    return f"{text[:-1]}{'' if text.endswith('()') else ', '}{formats})"
 
 
+_SCRIPTS = itertools.product(
+    ("ScriptFunction", "ScriptModule", "RecursiveScriptModule"), ("save", "save_to_buffer")
+)
+
+
+@patch(
+    *(f"torch.jit.{kind}.{name}" for kind, name in _SCRIPTS),
+    why="TorchScript writes the memory of each tensor, and an expansion keeps its memory in "
+    "its components. The process would end with a segmentation fault.",
+    loss="torch.jit.save of a traced model with expansions crashes the process.",
+)
 def _refusing_expansions(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -332,15 +268,3 @@ def _stored_by_script(script: Any) -> Iterator[tuple[str, Tensor]]:
         for node in graph.findAllNodes("prim::Constant", True):
             if "value" in node.attributeNames() and node.kindOf("value") == "t":
                 yield f"the constant {node.output().debugName()}", node.t("value")
-
-
-for _kind, _name in itertools.product(
-    ("ScriptFunction", "ScriptModule", "RecursiveScriptModule"), ("save", "save_to_buffer")
-):
-    row(
-        f"torch.jit.{_kind}.{_name}",
-        why="TorchScript writes the memory of each tensor, and an expansion keeps its memory in "
-        "its components. The process would end with a segmentation fault.",
-        loss="torch.jit.save of a traced model with expansions crashes the process.",
-        change=_refusing_expansions,
-    )

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mcftensor.patches.sharded_optimizers import mean_over_ranks
-from mcftensor.patches.table import by_name, calls, patch, row
+from mcftensor.patches.table import by_name, calls, patch, rows
 from mcftensor.tensor.components import any_format_of, format_of, is_held, local
 from mcftensor.tensor.dtensor import with_gradient_tensors
 from mcftensor.tensor.implicit_rounding import asking
@@ -40,7 +40,7 @@ def _after_the_plan(initialize: Callable[..., Any]) -> Callable[..., Any]:
     return init_group
 
 
-_MAKES_STATES = row(
+(_MAKES_STATES,) = rows(
     "torch.optim.Adam._init_group",
     why="A Collage mode converts each state when the optimizer creates it, so the first step "
     "needs no more memory than later steps. The patch changes classes of optimizers, not objects, "
@@ -67,12 +67,9 @@ def have_states_made_by_plan(cls: type[Optimizer]) -> None:
     loss="averages in float32 of models that are expansions see only the leading terms, unless "
     "they are made with a multi_avg_fn.",
 )
-def _of_all_terms(update: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(update)
-    def update_parameters(*args: Any, **kwargs: Any) -> None:
-        in_step(lambda step: update(*args, **kwargs))
-
-    return update_parameters
+@by_name
+def _of_all_terms(update: Callable[[], None], given: dict[str, Any]) -> None:
+    in_step(lambda step: update())
 
 
 @patch(
@@ -436,23 +433,18 @@ def _asking_first(clip: Callable[[], None], given: dict[str, Any]) -> None:
     clip()
 
 
-CLIPS = tuple(
-    row(
-        f"torch.nn.utils.{_name}",
-        why="When gradients are released in backward, `clip_grad_norm_` and `clip_grad_value_` "
-        "find no gradients and clip nothing.",
-        loss="clip_grad_norm_ returns 0 and clips nothing when gradients are released; give "
-        "mcf.step_in_backward clip_by_previous_norm.",
-        when="mcf.step_in_backward(model, optimizer)",
-        change=_asking_first,
-        takes=("parameters",),
-    )
-    for _name in (
-        "clip_grad._clip_grads_with_norm_",
-        "clip_grads_with_norm_",
-        "clip_grad.clip_grad_value_",
-        "clip_grad_value_",
-    )
+CLIPS = rows(
+    "torch.nn.utils.clip_grad._clip_grads_with_norm_",
+    "torch.nn.utils.clip_grads_with_norm_",
+    "torch.nn.utils.clip_grad.clip_grad_value_",
+    "torch.nn.utils.clip_grad_value_",
+    why="When gradients are released in backward, `clip_grad_norm_` and `clip_grad_value_` "
+    "find no gradients and clip nothing.",
+    loss="clip_grad_norm_ returns 0 and clips nothing when gradients are released; give "
+    "mcf.step_in_backward clip_by_previous_norm.",
+    when="mcf.step_in_backward(model, optimizer)",
+    change=_asking_first,
+    takes=("parameters",),
 )
 
 
@@ -472,16 +464,14 @@ def _asked_of_others(measure: Callable[[], Tensor], given: dict[str, Any]) -> Te
     return norm
 
 
-NORMS = tuple(
-    row(
-        f"torch.nn.utils.{_name}",
-        why="The norm of gradients is a sum over elements and processes, and its order depends on "
-        "the sharding.",
-        loss="clip_grad_norm_ under fully_shard gives other bits on other numbers of processes; "
-        "clip by value.",
-        when="mcf.order_free_gradients(model, microbatches=...)",
-        change=_asked_of_others,
-        takes=("tensors", "norm_type", "error_if_nonfinite"),
-    )
-    for _name in ("clip_grad._get_total_norm", "get_total_norm")
+NORMS = rows(
+    "torch.nn.utils.clip_grad._get_total_norm",
+    "torch.nn.utils.get_total_norm",
+    why="The norm of gradients is a sum over elements and processes, and its order depends on "
+    "the sharding.",
+    loss="clip_grad_norm_ under fully_shard gives other bits on other numbers of processes; "
+    "clip by value.",
+    when="mcf.order_free_gradients(model, microbatches=...)",
+    change=_asked_of_others,
+    takes=("tensors", "norm_type", "error_if_nonfinite"),
 )

@@ -7,25 +7,22 @@ from typing import Any
 
 import torch
 
-from mcftensor.patches.table import patch, row
+from mcftensor.patches.table import patch
 from mcftensor.tensor import MCFTensor
 
 
+@patch(
+    "torch.optim.optimizer._foreach_supported_types",
+    "torch.utils._foreach_utils._foreach_supported_types",
+    why="Optimizers and clipping choose foreach kernels by default, as on CUDA, for listed types "
+    "of parameters.",
+    loss="optimizers and clipping use the for-loop over expansions, unless foreach=True or "
+    "fused=True is given.",
+    kind=list,
+)
 def _with_expansions(types: list[type]) -> list[type]:
     types.append(MCFTensor)  # in place: others have imported the list
     return types
-
-
-for _module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
-    row(
-        f"{_module}._foreach_supported_types",
-        why="Optimizers and clipping choose foreach kernels by default, as on CUDA, for listed "
-        "types of parameters.",
-        loss="optimizers and clipping use the for-loop over expansions, unless foreach=True or "
-        "fused=True is given.",
-        change=_with_expansions,
-        kind=list,
-    )
 
 
 @patch(

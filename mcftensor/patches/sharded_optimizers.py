@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcftensor.kernels.without_float64 import widest
-from mcftensor.patches.table import by_name, row
+from mcftensor.patches.table import by_name, patch
 from mcftensor.tensor.components import format_of, local, placed_like
 from mcftensor.tensor.shard_exchange import Division
 from mcftensor.tensor.step_context import outside
@@ -30,6 +30,15 @@ def _are_sharded(parameters: Sequence[Tensor]) -> bool:
 # ------------------------------------------------------------------------------ element by element
 
 
+@patch(
+    "torch.optim.rprop._single_tensor_rprop",
+    "torch.optim.rprop._multi_tensor_rprop",
+    "torch.optim.sgd._fused_sgd",
+    "torch.optim.adagrad._fused_adagrad",
+    why="DTensor has no sharding rule for one of its operations, though the operation is "
+    "elementwise.",
+    loss="Rprop, and SGD and Adagrad with fused=True, raise for sharded expansions.",
+)
 def _on_shards(step: Callable[..., None]) -> Callable[..., None]:
     """Return the step of an elementwise optimizer, over the shards of this rank."""
 
@@ -46,21 +55,6 @@ def _on_shards(step: Callable[..., None]) -> Callable[..., None]:
                     xs[i] = placed_like(params[i], new[i])
 
     return over_shards
-
-
-for _name in (
-    "rprop._single_tensor_rprop",
-    "rprop._multi_tensor_rprop",
-    "sgd._fused_sgd",
-    "adagrad._fused_adagrad",
-):
-    row(
-        f"torch.optim.{_name}",
-        why="DTensor has no sharding rule for one of its operations, though the operation is "
-        "elementwise.",
-        loss="Rprop, and SGD and Adagrad with fused=True, raise for sharded expansions.",
-        change=_on_shards,
-    )
 
 
 # -------------------------------------------------------------------------------- whole matrices
@@ -82,6 +76,13 @@ def _in_turns(xs: Sequence[Any]) -> Iterator[tuple[Division | None, list[int]]]:
     yield from waiting.items()
 
 
+@patch(
+    "torch.optim._adafactor._single_tensor_adafactor",
+    "torch.optim._adafactor._multi_tensor_adafactor",
+    why="Adafactor needs norms of rows, of columns and of whole parameters. DTensor sums by "
+    "shards, in another order, and lacks in-place operations.",
+    loss="Adafactor raises for sharded expansions.",
+)
 def _by_owners(step: Callable[..., None]) -> Callable[..., None]:
     """Return a step that needs whole parameters and gradients, taken by the owner of each."""
 
@@ -113,16 +114,13 @@ def _exchanged(
                     x.copy_(new)
 
 
-for _name in ("_adafactor._single_tensor_adafactor", "_adafactor._multi_tensor_adafactor"):
-    row(
-        f"torch.optim.{_name}",
-        why="Adafactor needs norms of rows, of columns and of whole parameters. DTensor sums by "
-        "shards, in another order, and lacks in-place operations.",
-        loss="Adafactor raises for sharded expansions.",
-        change=_by_owners,
-    )
-
-
+@patch(
+    "torch.optim._muon._single_tensor_muon",
+    why="DTensor computes each product of Muon's iteration over all ranks, with its own order of "
+    "summation and leading terms only.",
+    loss="Muon over sharded expansions is only as exact as bf16, and sharded bits differ from "
+    "unsharded ones.",
+)
 def _orthogonalized_in_turns(step: Callable[..., None]) -> Callable[..., None]:
     """Return the step of Muon: only updates are sent, to owners that orthogonalize them."""
 
@@ -172,16 +170,14 @@ def _muon(
         p.add_(update, alpha=-torch.optim._muon._adjust_lr(lr, adjust_lr_fn, p.shape))
 
 
-row(
-    "torch.optim._muon._single_tensor_muon",
-    why="DTensor computes each product of Muon's iteration over all ranks, with its own order of "
-    "summation and leading terms only.",
-    loss="Muon over sharded expansions is only as exact as bf16, and sharded bits differ from "
-    "unsharded ones.",
-    change=_orthogonalized_in_turns,
+@patch(
+    "torch.optim._muon._zeropower_via_newtonschulz",
+    why="It divides a bfloat16 argument by its norm in place. Without Nesterov's momentum the "
+    "argument is the momentum buffer itself.",
+    loss="Muon with nesterov=False divides its buffers by their norms at each step, as in plain "
+    "bf16.",
+    takes=("grad",),
 )
-
-
 @by_name
 def _of_a_copy(orthogonalize: Callable[[], Tensor], given: dict[str, Any]) -> Tensor:
     if format_of(given["grad"]) is not None:
@@ -189,17 +185,14 @@ def _of_a_copy(orthogonalize: Callable[[], Tensor], given: dict[str, Any]) -> Te
     return orthogonalize()
 
 
-row(
-    "torch.optim._muon._zeropower_via_newtonschulz",
-    why="It divides a bfloat16 argument by its norm in place. Without Nesterov's momentum the "
-    "argument is the momentum buffer itself.",
-    loss="Muon with nesterov=False divides its buffers by their norms at each step, as in plain "
-    "bf16.",
-    takes=("grad",),
-    change=_of_a_copy,
-)
-
 # ------------------------------------------------------------------------------- all at once
+
+
+_OF_LBFGS: dict[str, str] = {
+    "why": "LBFGS concatenates all gradients into a vector, and DTensor does not flatten uneven "
+    "shards.",
+    "loss": "LBFGS raises for sharded expansions.",
+}
 
 
 def _whole_gradient(p: Any) -> Any:
@@ -213,6 +206,7 @@ def _whole_gradient(p: Any) -> Any:
     return SimpleNamespace(grad=whole, numel=p.numel, new=local(p).new)
 
 
+@patch("torch.optim.LBFGS._gather_flat_grad", takes=("self",), **_OF_LBFGS)
 @by_name
 def _gathered(gather: Callable[[], Tensor], given: dict[str, Any]) -> Tensor:
     optimizer = given["self"]
@@ -223,6 +217,7 @@ def _gathered(gather: Callable[[], Tensor], given: dict[str, Any]) -> Tensor:
     return gather()
 
 
+@patch("torch.optim.LBFGS._add_grad", takes=("self", "step_size", "update"), **_OF_LBFGS)
 @by_name
 def _added_to_shards(add: Callable[[], None], given: dict[str, Any]) -> None:
     optimizer, offset = given["self"], 0
@@ -241,20 +236,6 @@ def _shard_of(whole: Tensor, p: Any) -> Tensor:
     everywhere = [torch.distributed.tensor.Replicate()] * p.device_mesh.ndim
     placed = type(p).from_local(whole, p.device_mesh, everywhere, run_check=False)
     return placed.redistribute(placements=p.placements)
-
-
-for _name, _change, _takes in (
-    ("_gather_flat_grad", _gathered, ("self",)),
-    ("_add_grad", _added_to_shards, ("self", "step_size", "update")),
-):
-    row(
-        f"torch.optim.LBFGS.{_name}",
-        why="LBFGS concatenates all gradients into a vector, and DTensor does not flatten uneven "
-        "shards.",
-        loss="LBFGS raises for sharded expansions.",
-        takes=_takes,
-        change=_change,
-    )
 
 
 def mean_over_ranks(parameters: Iterable[Any], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,8 +12,7 @@ import pkgutil
 import sys
 import warnings
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -144,17 +143,10 @@ _FINDER = _Finder()
 
 TABLE: list[Patch] = []
 
-States = dict[Any, Any]
-
 
 class _Calls:
     """The functions that changes call; folders imported later set them."""
 
-    before_loading: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
-    """Return the state dict that a module loads in place of the given one."""
-    after_loading: Callable[[Any, Mapping[str, Any], str], None]
-    """Told of each module with plain tensors that has loaded a state dict, without its children,
-    and of the prefix of its names there."""
     as_loaded: Callable[[Any, Any, Any], Any]
     """From a parameter, a state of it that is being loaded, and the state's name, the state that
     torch is to cast to the dtype of the parameter."""
@@ -173,44 +165,32 @@ class _Calls:
     """The Euclidean norm of gradients, or None, which leaves it to torch."""
     around_reduction: Callable[[dict[str, Any]], None]
     """Given the arguments of each reduction of `fully_shard`, by name, to change them."""
-    around_broadcasts: Callable[[States, States], AbstractContextManager[tuple[States, States]]]
-    """The context of what one rank sends to all. It is given what the first rank has and what this
-    rank holds, which is to become like it, and says what stands for the two on the way."""
-    after_loads: Callable[[States], Callable[[], None] | None]
-    """Asked before `torch.distributed.checkpoint` loads into a state dict in place; says what is to
-    be done when this rank has read, if anything."""
-    to_terms: Callable[[States], States]
-    from_terms: Callable[[States], States]
-    """State dicts of expansions as one of terms, and the way back."""
-    when_resumed: Callable[[Any, str], Any]
-    """Told of a part of a model and the folder that it was loaded from without its tails."""
-    when_unloaded: Callable[[Any], Any]
-    """Told of a model with expansions that has no adapters any more, but `save_pretrained`."""
 
 
 calls = _Calls()
 
 
-def row(name: str, **columns: Any) -> Patch:
-    """Add a row to the table and install it when the row says: now if it has a reason, with the
-    first expansion, after an import that follows it, or by the call that it names."""
-    new = Patch(name, **columns)
-    TABLE.append(new)
-    action, _, module = new.when.partition(" ")
-    if new.before:
-        new.install()
-    elif action == "import":
-        WAITING.append(functools.partial(after_import, module, new.install))
-    elif new.when == FIRST:
-        WAITING.append(new.install)
+def rows(*names: str, **columns: Any) -> tuple[Patch, ...]:
+    """Add rows to the table and install each when it says: now if it has a reason, with the first
+    expansion, after an import that follows it, or by the call that it names."""
+    new = tuple(Patch(name, **columns) for name in names)
+    TABLE.extend(new)
+    for row in new:
+        action, _, module = row.when.partition(" ")
+        if row.before:
+            row.install()
+        elif action == "import":
+            WAITING.append(functools.partial(after_import, module, row.install))
+        elif row.when == FIRST:
+            WAITING.append(row.install)
     return new
 
 
-def patch(name: str, **columns: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Add a row for the function that is decorated, which makes the change."""
+def patch(*names: str, **columns: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Add rows for the function that is decorated, which makes the change."""
 
     def decorate(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        row(name, change=change, **columns)
+        rows(*names, change=change, **columns)
         return change
 
     return decorate
@@ -232,6 +212,19 @@ def by_name(
         return changed
 
     return change
+
+
+def wherever_imported(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Make a change also in modules that have imported the function by name."""
+
+    def everywhere(found: Any) -> Any:
+        changed, name = change(found), found.__name__
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(name) is found:
+                setattr(module, name, changed)
+        return changed
+
+    return everywhere
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,16 +1,11 @@
 """Tensors with a power-of-two scale, and rules for them; README.md lists the modules."""
 
-from mcftensor.scaling import activation_rules as activation_rules
-from mcftensor.scaling import arithmetic_rules as arithmetic_rules
-from mcftensor.scaling import index_rules as index_rules
+from mcftensor.scaling import elementwise_rules as elementwise_rules
 from mcftensor.scaling import norm_rules as norm_rules
 from mcftensor.scaling import optimizer_rules as optimizer_rules
-from mcftensor.scaling import pointwise_loss_rules as pointwise_loss_rules
-from mcftensor.scaling import product_rules as product_rules
-from mcftensor.scaling import reduction_rules as reduction_rules
 from mcftensor.scaling import softmax_rules as softmax_rules
 from mcftensor.scaling import structure_rules as structure_rules
-from mcftensor.scaling.event_counts import counting as counting
+from mcftensor.scaling import sum_rules as sum_rules
 from mcftensor.scaling.fp8 import Fp8Linear as Fp8Linear
 from mcftensor.scaling.fp8 import fp8_linear as fp8_linear
 from mcftensor.scaling.fp8 import fp8_product as fp8_product
@@ -21,3 +16,4 @@ from mcftensor.scaling.scaled import ScaledTensor as ScaledTensor
 from mcftensor.scaling.scaled_format import ScaledFormat as ScaledFormat
 from mcftensor.scaling.scaled_format import scaled as scaled
 from mcftensor.scaling.scaled_models import scalify as scalify
+from mcftensor.scaling.scaled_numbers import counting as counting

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcftensor.scaling.event_counts import count
-from mcftensor.scaling.exponents import half_log2, times_power
+from mcftensor.scaling.exponents import half_log2, known
 from mcftensor.scaling.scaled import ScaledTensor, is_scaled
 from mcftensor.scaling.scaled_format import of_dtype
-from mcftensor.scaling.scaled_numbers import Unrounded, by_size, number, stored
+from mcftensor.scaling.scaled_numbers import Unrounded, by_size, count, number, stored
 
-E4M3 = torch.float8_e4m3fn
-E5M2 = torch.float8_e5m2
+E4M3 = of_dtype(torch.float8_e4m3fn)
+E5M2 = of_dtype(torch.float8_e5m2)
 
 
 def fp8_product(x: Tensor, y: Tensor) -> Tensor:
@@ -53,14 +52,20 @@ def fp8_product(x: Tensor, y: Tensor) -> Tensor:
             f"fp8_product: shapes {tuple(x.shape)} and {tuple(y.shape)}; give (m, k) and (k, n)"
         )
     own = a._component0, b._component0
-    data = _native(*own) if _is_native(*own) else _emulated(a, b)
-    half = half_log2(x.shape[1])
-    exponent = a.exponent + b.exponent + half
-    return stored(Unrounded(times_power(data, -half), exponent), of_dtype(torch.float16))
+    if _is_native(*own):
+        count("fp8", "native")
+        one = torch.ones((), device=x.device)
+        columns = own[1].t().contiguous().t()  # as `torch._scaled_mm` needs it
+        data = torch._scaled_mm(own[0].contiguous(), columns, one, one, out_dtype=torch.float32)
+    else:
+        count("fp8", "emulated")
+        data = number(a).mantissa @ number(b).mantissa
+    made = Unrounded(data, known(a.exponent) + known(b.exponent)).raised(half_log2(x.shape[1]))
+    return stored(made, of_dtype(torch.float16))
 
 
 def _eight_bits(x: Tensor) -> ScaledTensor:
-    if not is_scaled(x) or x.dtype not in (E4M3, E5M2):
+    if not is_scaled(x) or x.format not in (E4M3, E5M2):
         given = x.format.name if is_scaled(x) else f"plain {x.dtype}"
         raise TypeError(
             f"fp8_product: an operand of shape {tuple(x.shape)} is {given}; convert it with "
@@ -76,31 +81,13 @@ def _is_native(x: Tensor, y: Tensor) -> bool:
         return True
     if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) < (8, 9):
         return False
-    return all(n % 16 == 0 for n in (*x.shape, *y.shape)) and {x.dtype, y.dtype} != {E5M2}
-
-
-def _native(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply with `torch._scaled_mm`, which needs y in column-major layout."""
-    count("fp8", "native")
-    one = torch.ones((), device=x.device)
-    columns = y.t().contiguous().t()
-    return torch._scaled_mm(x.contiguous(), columns, one, one, out_dtype=torch.float32)
-
-
-def _emulated(x: ScaledTensor, y: ScaledTensor) -> Tensor:
-    count("fp8", "emulated")
-    return number(x).mantissa @ number(y).mantissa
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> ScaledTensor:
-    """Convert a tensor to 8-bit data, placed by its size."""
-    return by_size(x, of_dtype(dtype))
+    return all(n % 16 == 0 for n in (*x.shape, *y.shape)) and {x.dtype, y.dtype} != {E5M2.dtype}
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        rows, columns = _cast(x.reshape(-1, x.shape[-1]), E4M3), _cast(weight, E4M3)
+        rows, columns = by_size(x.reshape(-1, x.shape[-1]), E4M3), by_size(weight, E4M3)
         ctx.save_for_backward(rows, columns)
         ctx.shape = x.shape
         return fp8_product(rows, columns.t()).view(*x.shape[:-1], -1)
@@ -108,7 +95,7 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows, columns = ctx.saved_tensors
-        g = _cast(gradient.reshape(-1, gradient.shape[-1]), E5M2)
+        g = by_size(gradient.reshape(-1, gradient.shape[-1]), E5M2)
         needs_x, needs_weight = ctx.needs_input_grad
         dx = fp8_product(g, columns).view(ctx.shape) if needs_x else None
         return dx, fp8_product(g.t(), rows) if needs_weight else None
@@ -140,9 +127,3 @@ class Fp8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, as `nn.Linear` does."""
         return fp8_linear(x, self.weight, self.bias)
-
-
-def switched(module: nn.Module) -> None:
-    """Make a linear layer compute 8-bit products, in place."""
-    if type(module) is nn.Linear:
-        module.__class__ = Fp8Linear

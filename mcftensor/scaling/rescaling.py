@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.scaling.exponents import Exponent
 from mcftensor.scaling.scaled import is_scaled
-from mcftensor.scaling.scaled_numbers import Unrounded, number, stored
+from mcftensor.scaling.scaled_numbers import by_size
 
 
 class _Rescale(torch.autograd.Function):
@@ -24,11 +23,7 @@ class _Rescale(torch.autograd.Function):
 
 
 def _balanced(x: Tensor) -> Tensor:
-    if not is_scaled(x):
-        return x.clone()
-    own = number(x)
-    exponent: Exponent = own.exponent
-    return stored(Unrounded(own.mantissa, exponent, "by size"), x.format, "rescale")
+    return by_size(x, x.format, "rescale") if is_scaled(x) else x.clone()
 
 
 def rescale(x: Tensor) -> Tensor:

@@ -20,10 +20,19 @@ from torch.utils._pytree import tree_map_only
 
 from mcftensor.dispatch.operands import leaves
 from mcftensor.dispatch.registry import Handler, handler_of
-from mcftensor.scaling.event_counts import count
-from mcftensor.scaling.scaled import is_scaled, made_of
+from mcftensor.scaling.exponents import Exponent
+from mcftensor.scaling.scaled import each_made_of, is_scaled
 from mcftensor.scaling.scaled_format import ScaledFormat, promoted
-from mcftensor.scaling.scaled_numbers import Unrounded, by_size, number, stored, write_to
+from mcftensor.scaling.scaled_numbers import (
+    Placing,
+    Unrounded,
+    aligned,
+    by_size,
+    count,
+    number,
+    stored,
+    write_to,
+)
 from mcftensor.tensor.implicit_rounding import rounding
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -64,6 +73,63 @@ def rule(
         return function
 
     return register
+
+
+def homogeneous(
+    *operators: Any,
+    degree: int | None = 1,
+    placing: Placing = "by rule",
+    keeps_tails: bool = False,
+) -> None:
+    """Register operators with f(2^k · x, …) = 2^(degree · k) · f(x, …) for their first operand x.
+
+    They are applied to its mantissa, and to the values of other operands in float32. Functions
+    without a degree (None) are applied to values alone.
+    """
+
+    @rule(*operators, keeps_tails=keeps_tails, takes_operator=True)
+    def compute(operator: Any, x: Any, *others: Any, **also: Any) -> Any:
+        a = Unrounded(plain_operand(x), 0) if degree is None else number(x)
+        exponent = a.exponent if degree in (None, 1) else a.exponent * degree
+        made = operator(a.mantissa, *map(plain_operand, others), **also)
+        return _with_exponent(made, exponent, placing)
+
+
+def _with_exponent(made: Any, exponent: Exponent, placing: Placing) -> Any:
+    """Return results as numbers with an exponent; indices and masks unchanged."""
+    if isinstance(made, tuple):
+        return tuple(_with_exponent(x, exponent, placing) for x in made)
+    return Unrounded(made, exponent, placing) if made.is_floating_point() else made
+
+
+def jointly(*operators: Any) -> None:
+    """Register operators with f(2^k · x, 2^k · y, …) = 2^k · f(x, y, …).
+
+    All numbers among their operands are moved to the largest of their exponents.
+    """
+
+    @rule(*operators, keeps_tails=True, takes_operator=True)
+    def compute(operator: Any, *args: Any, **also: Any) -> Unrounded:
+        operands = list(args)
+        places = _places_of_numbers(operator)
+        s, numbers = aligned([operands[i] for i in places])
+        for i, x in zip(places, numbers, strict=True):
+            operands[i] = x.at(s)
+        return Unrounded(operator.overloadpacket(*operands, **also), s)
+
+
+@functools.lru_cache(maxsize=256)
+def _places_of_numbers(operator: Any) -> list[int]:
+    names = ("self", "other", "value", "src", "source", "min", "max")
+    return [i for i, x in enumerate(operator._schema.arguments) if x.name in names]
+
+
+def plain_operand(x: Any) -> Any:
+    """Return an operand in float32; indices and masks unchanged."""
+    if is_scaled(x):
+        return number(x).plain()
+    is_float = isinstance(x, Tensor) and x.is_floating_point()
+    return x.to(torch.float32) if is_float else x
 
 
 @contextlib.contextmanager
@@ -157,10 +223,7 @@ def _viewed(func: Any, base: Tensor, *others: Any, **kwargs: Any) -> Any:
         return _without_rule(func, base, *others, **kwargs)
     *data, s = base._held()
     views = [func(part, *others, **kwargs) for part in data]
-    whole = base._base_components or tuple(data)
-    if isinstance(views[0], Tensor):
-        return made_of(views, s, base._format, whole)
-    return [made_of(parts, s, base._format, whole) for parts in zip(*views, strict=True)]
+    return each_made_of(views, s, base._format, base._base_components or tuple(data))
 
 
 def _without_rule(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -103,6 +103,13 @@ def made_of(
     return made  # type: ignore[return-value]
 
 
+def each_made_of(data: Sequence[Any], exponent: Tensor, format: ScaledFormat, *base: Any) -> Any:
+    """Return `made_of` data, or a list for lists of data."""
+    if isinstance(data[0], Tensor):
+        return made_of(data, exponent, format, *base)
+    return [made_of(piece, exponent, format, *base) for piece in zip(*data, strict=True)]
+
+
 def _rebuilt(
     components: tuple[Tensor, ...],
     exponent: Tensor,

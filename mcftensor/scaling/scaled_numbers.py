@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from mcftensor.scaling.event_counts import count
 from mcftensor.scaling.exponents import (
     ANY,
     Exponent,
@@ -25,7 +28,7 @@ from mcftensor.scaling.exponents import (
     times_power,
 )
 from mcftensor.scaling.scaled import ScaledTensor, data_of, is_all, is_scaled, made_of
-from mcftensor.scaling.scaled_format import FP8, ScaledFormat
+from mcftensor.scaling.scaled_format import FP8, ScaledFormat, of_dtype
 from mcftensor.tensor.tensor import MCFTensor
 
 Placing: TypeAlias = Literal["by rule", "to fit", "by size", "high"]
@@ -47,7 +50,7 @@ class Unrounded:
     mantissa: Tensor
     exponent: Exponent
     placing: Placing = "by rule"
-    format: ScaledFormat | None = None  # if it differs from the operands' format
+    dtype: torch.dtype | None = None  # of the data, if it is not the operands'
 
     def at(self, exponent: Exponent) -> Tensor:
         """Return the mantissas for an exponent not below this one's."""
@@ -55,13 +58,17 @@ class Unrounded:
             return self.mantissa
         return times_power(self.mantissa, self.exponent - exponent)
 
+    def raised(self, by: int) -> Unrounded:
+        """Return the same number with an exponent larger by an integer."""
+        return replace(self, mantissa=times_power(self.mantissa, -by), exponent=self.exponent + by)
+
     def to(self, device: torch.device) -> Unrounded:
         """Return the same number on another device."""
         if self.mantissa.device == device:
             return self
         exponent = self.exponent
         exponent = exponent.to(device) if isinstance(exponent, Tensor) else exponent
-        return Unrounded(self.mantissa.to(device), exponent, self.placing, self.format)
+        return Unrounded(self.mantissa.to(device), exponent, self.placing, self.dtype)
 
     def plain(self) -> Tensor:
         """Return the numbers in float32, rounded once."""
@@ -75,17 +82,21 @@ def number(x: Any) -> Unrounded:
     """Return a scaled tensor, a plain tensor, an expansion or a Python number as a number.
 
     A plain tensor is placed near 1 by its largest element, a Python number by its nearest power of
-    two.
+    two. Zeros and infinities fit every scale.
     """
+    if isinstance(x, Unrounded):
+        return x
     if is_scaled(x):
         *data, s = x._held()
         return Unrounded(x._format.load(data), known(s))
     if isinstance(x, MCFTensor):
         x = x._collapsed()
     if not isinstance(x, Tensor):
+        if not x or not math.isfinite(x):
+            return Unrounded(torch.tensor(float(x), device="cpu"), ANY)
         # |x| is in [√½, √2) · 2^exponent, so a factor x hardly changes the size of data.
         exponent = floor_log2(x * 2**0.5)
-        return Unrounded(torch.tensor(x * 2.0**-exponent if x else 0.0, device="cpu"), exponent)
+        return Unrounded(torch.tensor(x * 2.0**-exponent, device="cpu"), exponent)
     if not x.is_floating_point():
         return Unrounded(x.to(torch.float32), 0)
     if x.dtype.itemsize == 1:  # PyTorch has no maximum of 8-bit floats
@@ -102,67 +113,69 @@ def lead(x: Any) -> Unrounded:
 
 
 def stored(x: Unrounded, format: ScaledFormat, name: str = "") -> ScaledTensor:
-    """Round a number to a new tensor of its format, or of `format` by default."""
-    format = x.format or format
+    """Round a number to a new tensor in a format, or in that of its own dtype if it has one.
+
+    A choice of the exponent by the numbers is counted under `name`.
+    """
+    if x.dtype is not None:
+        format = of_dtype(x.dtype)
     is_by_rule = x.placing in ("by rule", "to fit")
     placing = "by size" if format.dtype in FP8 and is_by_rule else x.placing
-    if placing == "by rule":
-        mantissa, exponent = x.mantissa, x.exponent
-    elif placing == "to fit":
-        further = largest(exponent_of_largest(x.mantissa) - format.top, 0)
-        mantissa, exponent = times_power(x.mantissa, -further), x.exponent + further
-    else:
-        if name and x.mantissa.dim():
+    mantissa, exponent = x.mantissa, x.exponent
+    if placing == "to fit":
+        further = largest(exponent_of_largest(mantissa) - format.top, 0)
+        mantissa, exponent = times_power(mantissa, -further), exponent + further
+    elif placing != "by rule":
+        if name and mantissa.dim():
             count("rescaled", name)
         mantissa, exponent = _placed(x, format, placing)
     return made_of(format.store(mantissa), exponent_tensor(exponent, mantissa.device), format)
 
 
-def by_size(x: Any, format: ScaledFormat) -> ScaledTensor:
+def by_size(x: Any, format: ScaledFormat, name: str = "") -> ScaledTensor:
     """Return an operand in a format, placed by its size."""
     own = number(x)
-    return stored(Unrounded(own.mantissa, own.exponent, "by size"), format)
+    return stored(Unrounded(own.mantissa, own.exponent, "by size"), format, name)
 
 
-def _placed(x: Unrounded, format: ScaledFormat, placing: Placing) -> tuple[Tensor, Exponent]:
-    """Return mantissas and exponent, moved to the place given by the size of the numbers."""
-    near, peak, shift = _near_one(x.mantissa)
-    further = largest(peak - shift - format.top, -format.top)
-    if placing == "by size":
-        further = largest(exponent_of_rms(near), further)
-    return times_power(near, -further), _unless_zero(peak, shift + further + x.exponent)
+def _placed(
+    x: Unrounded, format: ScaledFormat, placing: Placing, is_weight: bool = False
+) -> tuple[Tensor, Exponent]:
+    """Return mantissas and exponent, moved to a place that depends on the numbers.
 
-
-def _near_one(mantissa: Tensor) -> tuple[Tensor, Exponent, Exponent]:
-    """Return mantissas below 4, so that squares fit; the exponent of the largest; and the shift."""
-    peak = exponent_of_largest(mantissa)
+    "By rule" the exponent is kept if possible. Otherwise it moves just enough that the root mean
+    square of the data is at least 1, or in [1, 4) for weights, and the largest number fits.
+    """
+    peak = exponent_of_largest(x.mantissa)
     shift = largest(smallest(peak, 126), -126)
-    return times_power(mantissa, -shift), peak, shift
-
-
-def _unless_zero(peak: Exponent, exponent: Exponent) -> Exponent:
-    """Return an exponent, or that of zeros."""
+    near = times_power(x.mantissa, -shift)  # below 4, so that squares fit
+    further = fits = largest(peak - shift - format.top, -format.top)
+    if placing != "high":
+        rms = largest(exponent_of_rms(near), -format.top)
+        further = largest(rms, fits)
+        if placing != "by size":
+            least = largest(fits, rms - 1) if is_weight else fits
+            further = smallest(largest(-shift, least), further)
+    exponent = shift + further + x.exponent
     if isinstance(peak, Tensor):
-        return torch.where(peak == ANY, ANY, exponent).to(torch.int32)
-    return ANY if peak == ANY else exponent
+        exponent = torch.where(peak == ANY, ANY, exponent).to(torch.int32)
+    elif peak == ANY:
+        exponent = ANY
+    return times_power(near, -further), exponent
 
 
 def write_to(target: Tensor, x: Unrounded) -> Tensor:
-    """Write a number to a tensor, in place.
+    """Write a number to a tensor, in place, with the exponent of the rule if possible.
 
-    The exponent of the rule is kept if possible. Otherwise it moves just enough that the root mean
-    square of the data is at least 1 and the largest number fits. For parameters the root mean
-    square stays below 4, so that products with them stay near 1.
+    The root mean square of the data is at least 1. For parameters it stays below 4, so that
+    products with them stay near 1.
     """
     if not is_scaled(target):
         target.copy_(x.plain())
         return target
     format = target.format
-    mantissa, exponent = (
-        _placed(x, format, x.placing)
-        if x.placing == "high"
-        else _moved_little(x, format, target.requires_grad)
-    )
+    placing: Placing = "high" if x.placing == "high" else "by rule"
+    mantissa, exponent = _placed(x, format, placing, target.requires_grad)
     whole = target._base_components
     if whole is not None and not is_all(target):
         before = known(target.exponent)
@@ -181,17 +194,6 @@ def write_to(target: Tensor, x: Unrounded) -> Tensor:
     return target
 
 
-def _moved_little(x: Unrounded, format: ScaledFormat, is_weight: bool) -> tuple[Tensor, Exponent]:
-    near, peak, shift = _near_one(x.mantissa)
-    rms = largest(exponent_of_rms(near), -format.top)
-    least = largest(peak - shift - format.top, -format.top)
-    most = largest(rms, least)
-    if is_weight:
-        least = largest(least, rms - 1)
-    further = smallest(largest(-shift, least), most)
-    return times_power(near, -further), _unless_zero(peak, shift + further + x.exponent)
-
-
 FAR = 10
 """The number of binades below 1 beyond which data is moved near 1."""
 
@@ -208,35 +210,80 @@ def close(x: Unrounded) -> Unrounded:
     return replace(x, mantissa=mantissa, exponent=largest(x.exponent + lower, ANY))
 
 
-def leveled(numbers: Sequence[Unrounded]) -> tuple[Exponent, list[Unrounded]]:
-    """Return the largest exponent of numbers other than zeros, and the numbers, moved near 1.
+def aligned(operands: Sequence[Any]) -> tuple[Exponent, list[Unrounded]]:
+    """Return the largest exponent of operands other than zeros, and the operands as numbers.
 
-    If exponents are known and close together, no data is read.
+    Data far below 1 is moved near 1 before. If exponents are known and close together, no data is
+    read.
     """
-    exponents = [x.exponent for x in numbers]
-    known_ones = [s for s in exponents if not isinstance(s, Tensor)]
-    if len(known_ones) < len(exponents):
-        numbers = [close(x) if x.mantissa.dim() else x for x in numbers]
-    else:
-        least = min((s for s in known_ones if s != ANY), default=ANY)
+    numbers = [number(x) for x in operands]
+    exponents = [s for s in (x.exponent for x in numbers) if isinstance(s, Tensor) or s != ANY]
+    if not any(isinstance(s, Tensor) for s in exponents):
+        least = min(exponents, default=ANY)
         numbers = [close(x) if x.exponent > least + FAR else x for x in numbers]
+    elif len(exponents) > 1:
+        numbers = [close(x) if x.mantissa.dim() else x for x in numbers]
     s: Exponent = ANY
     for x in numbers:
         s = largest(s, x.exponent)
-    return s, list(numbers)
+    return s, numbers
 
 
-def sum_of(a: Unrounded, b: Unrounded) -> Unrounded:
-    """a + b at the larger exponent, which is √(2^2s + 2^2t), rounded down."""
-    s, (a, b) = leveled([a, b])
+def sum_of(x: Any, y: Any) -> Unrounded:
+    """x + y at the larger exponent, which is √(2^2s + 2^2t), rounded down."""
+    s, (a, b) = aligned([x, y])
     return Unrounded(a.at(s) + b.at(s), s)
 
 
-def aligned(operands: Sequence[Any]) -> tuple[Exponent, list[Unrounded]]:
-    """Return operands as numbers, and the largest of their exponents."""
-    return leveled([number(x) for x in operands])
-
-
-def product_of(a: Unrounded, b: Unrounded) -> Unrounded:
-    """a · b, element by element."""
+def product_of(x: Any, y: Any) -> Unrounded:
+    """x · y, element by element."""
+    if not isinstance(y, Tensor | Unrounded) and y == 1:
+        return number(x)
+    a, b = number(x), number(y)
     return Unrounded(a.mantissa * b.mantissa, a.exponent + b.exponent)
+
+
+def where_of(condition: Tensor, x: Any, y: Any) -> Unrounded:
+    """x where the condition holds, else y, at the larger exponent."""
+    s, (a, b) = aligned([x, y])
+    return Unrounded(torch.where(condition, a.at(s), b.at(s)), s)
+
+
+# --------------------------------------------------------------------------------- counts of events
+
+_COUNTS: ContextVar[Counter[tuple[str, str]] | None] = ContextVar("scaling_counts", default=None)
+
+
+def count(event: str, name: str) -> None:
+    """Count an event within `counting`; outside, do nothing."""
+    counts = _COUNTS.get()
+    if counts is not None:
+        counts[event, name] += 1
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter[tuple[str, str]]]:
+    """Count the events of scaling in a block.
+
+    Backward passes are counted if they run on the thread of the call, as on a CPU. On a GPU,
+    autograd has its threads.
+
+    Yields:
+        A Counter of pairs: `("rescaled", operator)`, an exponent chosen by the numbers instead of
+        a rule; `("fp8", "native")` and `("fp8", "emulated")`, products of 8-bit data by the
+        device or in float32; `("fallback", operator)`, operators computed in plain float32.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> x = mcf.as_expansion(torch.ones(2, 3), mcf.scaling.scaled(torch.float16))
+        >>> with mcf.scaling.counting() as counts:
+        ...     y = mcf.scaling.rescale(x * 1e-3)
+        >>> counts
+        Counter({('rescaled', 'rescale'): 1})
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    token = _COUNTS.set(counts)
+    try:
+        yield counts
+    finally:
+        _COUNTS.reset(token)

@@ -9,30 +9,27 @@ import torch
 from torch import Tensor
 
 from mcftensor.scaling.exponents import is_free, times_power
-from mcftensor.scaling.rule_shapes import by_gradient, plain_operand
-from mcftensor.scaling.rule_table import aten, rule
-from mcftensor.scaling.scaled_format import of_dtype
+from mcftensor.scaling.rule_table import aten, homogeneous, plain_operand, rule
 from mcftensor.scaling.scaled_numbers import Unrounded, number
 
 
-def _chances(chances: Tensor, n: int, format: Any = None) -> Unrounded:
+def _chances(chances: Tensor, n: int, dtype: torch.dtype | None) -> Unrounded:
     """Return probabilities of n outcomes as numbers with mean 1, up to n = 2^14, for float16."""
     whole = min(max(1, n).bit_length() - 1, 14)
-    return Unrounded(times_power(chances, whole), -whole, "by rule", format)
+    return Unrounded(times_power(chances, whole), -whole, "by rule", dtype)
 
 
 @rule(aten._softmax)
 def _softmax(x: Any, dim: int, to_float: bool) -> Unrounded:
     """Return softmax, such as of attention in single steps."""
-    format = of_dtype(torch.float32) if to_float else None
-    return _chances(number(x).plain().softmax(dim), x.shape[dim] if x.dim() else 1, format)
+    dtype = torch.float32 if to_float else None
+    return _chances(number(x).plain().softmax(dim), x.shape[dim] if x.dim() else 1, dtype)
 
 
 @rule(aten._safe_softmax)
 def _safe_softmax(x: Any, dim: int, dtype: torch.dtype | None = None) -> Unrounded:
     """Return softmax of masked attention: fully masked rows are zero."""
-    format = None if dtype is None else of_dtype(dtype)
-    return _chances(torch.nan_to_num(number(x).plain().softmax(dim), 0.0), x.shape[dim], format)
+    return _chances(torch.nan_to_num(number(x).plain().softmax(dim), 0.0), x.shape[dim], dtype)
 
 
 @rule(aten._softmax_backward_data)
@@ -40,20 +37,20 @@ def _softmax_backward(gradient: Any, result: Any, dim: int, dtype: torch.dtype) 
     g, chances = number(gradient), number(result)
     inner = (g.mantissa * chances.plain()).sum(dim, keepdim=True)
     made = chances.mantissa * (g.mantissa - inner)
-    return Unrounded(made, g.exponent + chances.exponent, "by size", of_dtype(dtype))
+    return Unrounded(made, g.exponent + chances.exponent, "by size", dtype)
 
 
 @rule(aten._log_softmax)
 def _log_softmax(x: Any, dim: int, to_float: bool) -> Unrounded:
-    format = of_dtype(torch.float32) if to_float else None
-    return Unrounded(number(x).plain().log_softmax(dim), 0, "to fit", format)
+    dtype = torch.float32 if to_float else None
+    return Unrounded(number(x).plain().log_softmax(dim), 0, "to fit", dtype)
 
 
 @rule(aten._log_softmax_backward_data)
 def _log_softmax_backward(gradient: Any, result: Any, dim: int, dtype: torch.dtype) -> Unrounded:
     g = number(gradient)
     made = aten._log_softmax_backward_data(g.mantissa, number(result).plain(), dim, torch.float32)
-    return Unrounded(made, g.exponent, "by size", of_dtype(dtype))
+    return Unrounded(made, g.exponent, "by size", dtype)
 
 
 @rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, takes_operator=True)
@@ -62,7 +59,7 @@ def _loss(func: Any, *args: Any) -> tuple[Unrounded, Tensor]:
     return Unrounded(made, 0, "to fit" if made.dim() else "by size"), total
 
 
-by_gradient(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default, placing="by size")
+homogeneous(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default, placing="by size")
 
 
 # --------------------------------------------------------------------------------------- attention

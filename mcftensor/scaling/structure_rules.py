@@ -1,9 +1,7 @@
-"""Rules of operators that move, create, select and place elements: scales are carried along."""
+"""Rules of operators that move, create, select or compare elements: scales are carried along."""
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +13,19 @@ from mcftensor.dispatch.registry import TABLE
 from mcftensor.formats.moving import move_component
 from mcftensor.kernels.columns import on_device
 from mcftensor.operators.structure import move_elements
-from mcftensor.scaling.exponents import ANY, largest
-from mcftensor.scaling.rule_table import aten, rule
-from mcftensor.scaling.scaled import ScaledTensor, data_of, is_all, is_scaled, made_of
+from mcftensor.scaling.exponents import ANY
+from mcftensor.scaling.rule_table import aten, jointly, rule
+from mcftensor.scaling.scaled import ScaledTensor, data_of, each_made_of, is_all, is_scaled, made_of
 from mcftensor.scaling.scaled_format import TOPS, ScaledFormat, of_dtype
-from mcftensor.scaling.scaled_numbers import Unrounded, aligned, by_size, leveled, number, write_to
+from mcftensor.scaling.scaled_numbers import (
+    Unrounded,
+    aligned,
+    by_size,
+    lead,
+    number,
+    where_of,
+    write_to,
+)
 from mcftensor.tensor.implicit_rounding import rounding
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -35,10 +41,7 @@ from mcftensor.tensor.tensor import MCFTensor
 def _moved(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     """Apply an operator that moves elements to each component, and copy the exponent."""
     *data, s = x._held()
-    moved = [move_component(func, y, args, kwargs) for y in data]
-    if isinstance(moved[0], Tensor):
-        return made_of(moved, s.clone(), x._format)
-    return [made_of(piece, s.clone(), x._format) for piece in zip(*moved, strict=True)]
+    return each_made_of([move_component(func, y, args, kwargs) for y in data], s.clone(), x._format)
 
 
 @rule(aten.view_as_complex.default)
@@ -49,11 +52,12 @@ def _as_complex(x: ScaledTensor) -> Any:
 @rule(aten.constant_pad_nd, keeps_tails=True)
 def _padded(x: Any, pad: Sequence[int], value: float = 0) -> Unrounded:
     """Pad with zeros, which fit every scale, or another value, which may raise the scale."""
-    level = number(value)
-    s = largest(x.exponent, level.exponent)
+    a = number(x)
+    padded = Unrounded(aten.constant_pad_nd(a.mantissa, pad, 0.0), a.exponent)
+    if not value:
+        return padded
     inside = aten.constant_pad_nd(torch.ones_like(x._component0, dtype=torch.bool), pad, 0)
-    padded = aten.constant_pad_nd(number(x).at(s), pad, 0.0)
-    return Unrounded(torch.where(inside, padded, level.at(s)) if value else padded, s)
+    return where_of(inside, padded, value)
 
 
 @rule(aten._to_copy)
@@ -81,9 +85,7 @@ def _to_copy(
     format = x.format if dtype == x.dtype else of_dtype(dtype)
     if format.top >= x.format.top:
         return made_of(format.store(number(x).mantissa), x.exponent.clone(), format)
-    made = _empty_like(x, format)
-    write_to(made, number(x))
-    return made
+    return write_to(torch.empty_like(x, dtype=dtype), number(x))
 
 
 @rule(aten.copy_)
@@ -122,77 +124,28 @@ def encoded(x: Tensor, format: ScaledFormat) -> ScaledTensor:
 # ---------------------------------------------------------------------------------------- making
 
 
-def _empty_like(x: ScaledTensor, format: ScaledFormat, **kwargs: Any) -> ScaledTensor:
-    data = format.components[:-1]
-    parts = [torch.empty_like(x._component0, dtype=y.dtype, **kwargs) for y in data]
-    return made_of(parts, torch.full_like(x.exponent, ANY), format)
-
-
-def _format_for(x: ScaledTensor, dtype: torch.dtype | None) -> ScaledFormat | None:
-    """Return the format of a new tensor like x, or None if its dtype has no scales."""
-    if dtype is None or dtype == x.dtype:
-        return x.format.of_states
-    return of_dtype(dtype) if dtype in TOPS else None
-
-
-def _filled(template: Tensor, x: ScaledTensor, dtype: torch.dtype | None, value: float) -> Tensor:
-    """Return a filled tensor with the layout of the template, in the format for x and a dtype."""
-    format = _format_for(x, dtype)
-    if format is None:
-        return torch.full_like(template, value, dtype=dtype)
-    parts = [torch.zeros_like(template, dtype=y.dtype) for y in format.components[:-1]]
-    exponent = torch.full((), ANY, dtype=torch.int32, device=template.device)
-    made = made_of(parts, exponent, format)
-    return made.fill_(value) if value else made
-
-
-@rule(aten.full_like)
-def _full_like(
-    x: ScaledTensor,
-    value: float,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    memory_format: torch.memory_format | None = None,
-    **unused: Any,
-) -> Tensor:
-    template = torch.empty_like(x._component0, device=device, memory_format=memory_format)
-    return _filled(template, x, dtype, value)
-
-
-@rule(aten.new_full)
-def _new_full(
-    x: ScaledTensor,
-    size: Sequence[int],
-    value: float,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **unused: Any,
-) -> Tensor:
-    template = torch.empty(size, dtype=x.dtype, device=device or x.device)
-    return _filled(template, x, dtype, value)
-
-
 @rule(
-    *(aten.empty_like, aten.zeros_like, aten.ones_like),
-    *(aten.new_empty, aten.new_zeros, aten.new_ones),
+    *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like),
+    *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided),
     takes_operator=True,
 )
-def _made(func: Any, x: ScaledTensor, *size: Any, **how: Any) -> Tensor:
+def _made(
+    func: Any, x: ScaledTensor, *args: Any, dtype: torch.dtype | None = None, **how: Any
+) -> Any:
     """Make states of optimizers, gradients of a loss or of unused tensors."""
-    value = 1.0 if func.overloadpacket in (aten.ones_like, aten.new_ones) else 0.0
-    made: Tensor = (_new_full if size else _full_like)(x, *size, value, **how)
-    return made
-
-
-@rule(aten.new_empty_strided)
-def _new_empty_strided(
-    x: ScaledTensor, size: Sequence[int], stride: Sequence[int], **how: Any
-) -> Tensor:
-    """Return a tensor in which gradients accumulate, with the layout of their parameter."""
-    template = torch.empty_strided(size, stride, dtype=x.dtype, device=x.device)
-    return _filled(template, x, how.get("dtype"), 0.0)
+    if dtype is None or dtype == x.dtype:
+        format = x.format.of_states
+    elif dtype in TOPS:
+        format = of_dtype(dtype)
+    else:
+        return func(x._component0, *args, dtype=dtype, **how)
+    is_full = func.overloadpacket in (aten.full_like, aten.new_full)
+    value = args[-1] if is_full else float(func.overloadpacket in (aten.ones_like, aten.new_ones))
+    args = (*args[:-1], 0) if is_full else args
+    data = [func(x._component0, *args, dtype=y.dtype, **how) for y in format.components[:-1]]
+    exponent = torch.full((), ANY, dtype=torch.int32, device=data[0].device)
+    made = made_of([part.zero_() for part in data], exponent, format)
+    return made.fill_(value) if value else made
 
 
 @rule(aten.fill_.Scalar, aten.fill_.Tensor)
@@ -228,38 +181,71 @@ def _drawn(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Tensor:
 # --------------------------------------------------------------------- concatenation and selection
 
 
-@rule(aten.cat, keeps_tails=True)
-def _cat(tensors: Sequence[Tensor], dim: int = 0, join: Any = torch.cat) -> Unrounded:
-    """Join numbers at the largest of their exponents."""
+@rule(aten.cat, aten.stack, keeps_tails=True, takes_operator=True)
+def _joined(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Unrounded:
     s, numbers = aligned(tensors)
-    return Unrounded(join([x.at(s) for x in numbers], dim), s)
+    return Unrounded(func([x.at(s) for x in numbers], dim), s)
 
 
-rule(aten.stack, keeps_tails=True)(functools.partial(_cat, join=torch.stack))
-
-
-@rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, keeps_tails=True)
-def _where(condition: Tensor, x: Any, y: Any) -> Unrounded:
-    s, (a, b) = aligned([x, y])
-    return Unrounded(torch.where(condition, a.at(s), b.at(s)), s)
+rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, keeps_tails=True)(where_of)
 
 
 @rule(aten.masked_fill, keeps_tails=True)
 def _masked_fill(x: Any, mask: Tensor, value: Any) -> Unrounded:
-    """Fill by a mask; infinities, as in causal masks, fit every scale."""
-    filled = number(value)
-    if not isinstance(value, Tensor) and not math.isfinite(value):
-        return Unrounded(number(x).mantissa.masked_fill(mask, value), x.exponent)
-    s, (filled, own) = leveled([filled, number(x)])
-    return Unrounded(torch.where(mask, filled.at(s), own.at(s)), s)
+    return where_of(mask, value, x)
+
+
+# ---------------------------------------------------------------------------- lookup by indices
+
+
+@rule(aten.index_put, keeps_tails=True)
+def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Unrounded:
+    """Assign to indices, also for the gradients of indexing."""
+    masks = [i for i in indices if i is not None]
+    if values.dim() == 0 and len(masks) == 1 and masks[0].dtype == torch.bool and not accumulate:
+        before = next(i for i, index in enumerate(indices) if index is not None)
+        after = (1,) * (x.dim() - before - masks[0].dim())
+        # torch.where needs no count of places, for which the host would wait.
+        return where_of(masks[0].view(*masks[0].shape, *after), values, x)
+    s, (a, b) = aligned([x, values])
+    return Unrounded(aten.index_put(a.at(s), indices, b.at(s), accumulate), s)
+
+
+@rule(aten._index_put_impl_)
+def _index_put_impl_(
+    x: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False
+) -> Tensor:
+    return write_to(x, _index_put(x, indices, values, accumulate))
+
+
+jointly(aten.scatter.src, aten.scatter_add.default, aten.index_add.default, aten.index_copy.default)
+
+
+@rule(aten.scatter.value, keeps_tails=True)
+def _scatter(x: Any, dim: int, index: Tensor, value: float) -> Unrounded:
+    s, (a, b) = aligned([x, value])
+    return Unrounded(
+        a.at(s).scatter(dim, index, on_device(b.at(s), x.device).expand(index.shape)), s
+    )
+
+
+@rule(aten.embedding)
+def _embedding(weight: Any, indices: Tensor, *unused: Any, **also: Any) -> Unrounded:
+    picked = lead(weight)
+    return Unrounded(torch.embedding(picked.mantissa, indices), picked.exponent)
+
+
+@rule(aten.embedding_dense_backward)
+def _embedding_backward(
+    gradient: Any, indices: Tensor, count: int, padding: int, by: bool
+) -> Unrounded:
+    """Sum one row for each occurrence of a token; their number is not known beforehand."""
+    g = number(gradient)
+    summed = aten.embedding_dense_backward(g.mantissa, indices, count, padding, by)
+    return Unrounded(summed, g.exponent, "by size")
 
 
 # ----------------------------------------------------------------------- comparisons and queries
-
-
-@rule(aten._local_scalar_dense)
-def _item(x: ScaledTensor) -> float:
-    return x._collapsed().item()
 
 
 @rule(aten.is_pinned)
@@ -273,6 +259,7 @@ def _is_pinned(x: ScaledTensor, *args: Any) -> bool:
         for packet in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
         for name in ("Scalar", "Tensor")
     ),
+    aten._local_scalar_dense.default,
     aten.equal.default,
     aten.isnan.default,
     aten.isinf.default,
@@ -289,13 +276,9 @@ def _is_pinned(x: ScaledTensor, *args: Any) -> bool:
 )
 def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply an operator without floating results to the numbers in float64."""
-    return func(*map(_exactly, args), **kwargs)
-
-
-def _exactly(x: Any) -> Any:
-    return x._collapsed() if is_scaled(x) else x
+    return func(*(x._collapsed() if is_scaled(x) else x for x in args), **kwargs)
 
 
 @rule(aten.allclose)
 def _allclose(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> bool:
-    return torch.allclose(_exactly(x).double(), _exactly(y).double(), *args, **kwargs)
+    return aten.allclose(x.double(), y.double(), *args, **kwargs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,14 @@ import torch
 from torch import Tensor
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
+from mcftensor.checkpoint.open_checkpoint import like_in, opened
 from mcftensor.checkpoint.safetensors_files import (
     DELTA_KEY,
     DTYPES,
     Lazy,
     Stored,
     index_of,
-    opened,
-    opened_files,
-    with_ties,
+    open_safetensors,
 )
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.serving.changes import (
@@ -72,7 +72,8 @@ def changes_since(
     entries: dict[str, list[Any]] = {}
     for name, x in terms.items():
         own = _codes_of(x)
-        is_there = name in stored.terms and _is_like(stored.terms.like(name), x)
+        like = like_in(stored.terms, name) if name in stored.terms else None
+        is_there = like is not None and (like.dtype, like.shape) == (x.dtype, x.shape)
         changed, before, width = None, None, 0
         if is_there:
             was, bits = _codes_of(stored.terms[name]), bits_for(own)
@@ -93,10 +94,6 @@ def changes_since(
     return tensors, {DELTA_KEY: json.dumps(said, separators=(",", ":"))}
 
 
-def _is_like(x: Tensor, y: Tensor) -> bool:
-    return x.dtype == y.dtype and x.shape == y.shape
-
-
 def _codes_of(x: Tensor) -> Tensor:
     """The bits of a tensor's elements on the CPU, flat."""
     x = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
@@ -112,24 +109,21 @@ def _file_of(base: Path) -> Path:
 
 def _chain_of(path: Path) -> list[Path]:
     """A checkpoint and all that are needed to read it."""
-    said = _said_in(opened_files(path, verify=True))
+    said = None if path.suffix == ".json" else _said_in(open_safetensors(path, verify=True))
     return [path, *(_chain_of(path.parent / said["since"]["file"]) if said else [])]
 
 
 # ---------------------------------------------------------------------------------------- read
 
 
-def put_together(path: Path, verify: bool, above: tuple[Path, ...] = ()) -> Stored:
-    """Open a file, or the files of an index, with all that an incremental one is based on.
+def put_together(path: Path, stored: Stored, verify: bool, above: tuple[Path, ...]) -> Stored:
+    """Return the content of an incremental file with that of all that it is based on.
 
     `above` are the files that name it as their base.
     """
     above = (*above, path.resolve())
-    stored = opened_files(path, verify)
     said = _said_in(stored)
-    if said is None:
-        return stored
-    if "since" not in said:
+    if said is None or "since" not in said:
         raise CheckpointError(f"{path} is a delta of a plain model; mcf.apply_deltas applies it")
     place = path.parent / said["since"]["file"]
     if not place.is_file():
@@ -138,7 +132,7 @@ def put_together(path: Path, verify: bool, above: tuple[Path, ...] = ()) -> Stor
         )
     if place.resolve() in above:
         raise CheckpointError(f"{path} has what changed since {place}, which is based on it")
-    base = put_together(place, verify, above)
+    base = opened(place, verify, above)
     if verify and base.seal != said["since"]["crc32"]:
         raise CheckpointError(
             f"{place} is not the checkpoint since which the changes in {path} were saved: it has "
@@ -175,8 +169,7 @@ def put_together(path: Path, verify: bool, above: tuple[Path, ...] = ()) -> Stor
         entry = entries[name]
         return torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device="meta")
 
-    whole = Stored(Lazy(entries, read, like), said["tied"], stored.metadata, stored.seal)
-    return with_ties(whole, path)
+    return replace(stored, terms=Lazy(entries, read, like), tied=said["tied"])
 
 
 def _said_in(stored: Stored) -> dict[str, Any] | None:

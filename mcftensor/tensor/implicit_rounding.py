@@ -186,7 +186,7 @@ def narrowing(operation: str, formats: Mapping[str, tuple[Format, Format]]) -> N
         operation: its name.
         formats: the format of each expansion and the one that it is rounded to.
     """
-    if not formats or _thread.action == "ignore" or torch.compiler.is_dynamo_compiling():
+    if _thread.action == "ignore" or torch.compiler.is_dynamo_compiling():
         return
     name, (its, own) = next(iter(formats.items()))
     others = f" and {len(formats) - 1} more" if len(formats) > 1 else ""
@@ -295,7 +295,10 @@ _COPIES = 4  # small changes of the same memory that make a line an update
 _OTHERS = 8  # copies that are no small changes, after which a line is examined less often
 _SMALL = 2.0**-5  # a small change, relative to the element
 _PLUMBING = (
-    *(f"{_FOLDERS[1]}{folder}{os.sep}" for folder in ("tensor", "dispatch", "kernels")),
+    *(
+        f"{_FOLDERS[1]}{folder}{os.sep}"
+        for folder in ("tensor", "dispatch", "operators", "kernels")
+    ),
     *(f"{_FOLDERS[0]}{file}" for file in ("_ops.py", "_tensor.py")),
 )
 

@@ -14,25 +14,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from mcftensor.dispatch.default_handler import in_machine_type
 from mcftensor.dispatch.operands import expansions, mapped, refusal, stored_in, value_of
 from mcftensor.dispatch.schemas import written_to
 from mcftensor.dispatch.store import assign
+from mcftensor.dispatch.system import PRECISION_OF_FLOAT32
 from mcftensor.formats import Format
+from mcftensor.kernels.without_float64 import without
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import (
     convolutions,
     decompositions,
     elementary,
     linear_algebra,
-    matrix_functions,
-    matrix_products,
-    pooling,
+    products,
     random_numbers,
     scattering,
 )
 from mcftensor.wide.elementary import in_longer, like
-from mcftensor.wide.matrix_products import added
 
 aten = torch.ops.aten
 
@@ -145,7 +146,18 @@ def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> 
     return total if keepdim else total.squeeze(dim) if dim is not None else total.reshape(())
 
 
+_PAIRS = 1 << 22
+"""Numbers at a time in the differences of all pairs of rows."""
+
+
+def _halves(x: Tensor, y: Tensor) -> list[int]:
+    """Return the row at which the first operand of `torch.cdist` is divided, if it is too large."""
+    return [x.shape[-2] // 2] if x.numel() * y.shape[-2] > _PAIRS and x.shape[-2] > 1 else []
+
+
 def _cdist(x: Tensor, y: Tensor, p: float, mode: int | None = None) -> Tensor:
+    if half := _halves(x, y):
+        return torch.cat([_cdist(part, y, p) for part in x.tensor_split(half, -2)], -2)
     return _norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, -1)
 
 
@@ -166,6 +178,9 @@ def _slopes(differences: Tensor, p: float, distances: Tensor) -> Tensor:
 
 
 def _cdist_backward(grad: Tensor, x: Tensor, y: Tensor, p: float, distances: Tensor) -> Tensor:
+    if half := _halves(x, y):
+        parts = zip(*(z.tensor_split(half, -2) for z in (grad, x, distances)), strict=True)
+        return torch.cat([_cdist_backward(a, b, y, p, c) for a, b, c in parts], -2)
     slopes = _slopes(x.unsqueeze(-2) - y.unsqueeze(-3), p, distances)
     return _sum(slopes * grad.unsqueeze(-1), [-2])
 
@@ -265,20 +280,19 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "std": lambda *args, **options: std_mean(*args, **options)[0],  # x.std
     "linalg_vector_norm": _norm,  # x.norm, clip_grad_norm_
     "norm": lambda x, p=2, *others: _norm(x, 2 if p is None else p, *others),  # torch.norm
-    "mm": matrix_products.mm,  # x @ y
-    "bmm": matrix_products.multiplied,  # torch.einsum
-    "mv": matrix_products.mv,  # matrix @ vector
-    "dot": matrix_products.inner,  # torch.dot
-    "vdot": matrix_products.inner,  # torch.linalg.vecdot
-    "addmm": added(matrix_products.mm),  # torch.addmm, F.linear
-    "baddbmm": added(matrix_products.multiplied),  # torch.baddbmm
-    "addmv": added(matrix_products.mv),  # torch.addmv
-    "addbmm": added(lambda x, y: _sum(matrix_products.multiplied(x, y), 0)),  # torch.addbmm
-    "addr": added(lambda x, y: x.unsqueeze(1) * y.unsqueeze(0)),  # torch.addr
+    "mm": products.mm,  # x @ y
+    "bmm": products.multiplied,  # torch.einsum
+    "mv": products.mv,  # matrix @ vector
+    "dot": products.inner,  # torch.dot
+    "vdot": products.inner,  # torch.linalg.vecdot
+    "addmm": products.added(products.mm),  # torch.addmm, F.linear
+    "baddbmm": products.added(products.multiplied),  # torch.baddbmm
+    "addmv": products.added(products.mv),  # torch.addmv
+    "addbmm": products.added(lambda x, y: _sum(products.multiplied(x, y), 0)),  # torch.addbmm
     "_trilinear": in_longer(_trilinear),  # F.bilinear
     "convolution": convolutions.convolution,  # F.conv1d, F.conv_transpose2d
     "convolution_backward": convolutions.convolution_backward,  # their gradients
-    **pooling.ALGORITHMS,  # F.avg_pool2d
+    **convolutions.ALGORITHMS,  # F.avg_pool2d
     "eye": torch.eye,  # nn.init.eye_
     "fill": lambda x, value: torch.zeros_like(x).fill_(value),  # torch.fill
     "sign": _sign,  # x.sign, gradients of x.abs
@@ -304,8 +318,8 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "linalg_lstsq": linear_algebra.lstsq,  # torch.linalg.lstsq
     "_linalg_eigh": linear_algebra.eigh,  # torch.linalg.eigh, eigvalsh
     "_linalg_svd": linear_algebra.svd,  # torch.linalg.svd, svdvals, cond
-    "linalg_pinv": matrix_functions.pinv,  # torch.linalg.pinv
-    "linalg_matrix_exp": matrix_functions.matrix_exp,  # torch.linalg.matrix_exp
+    "linalg_pinv": linear_algebra.pinv,  # torch.linalg.pinv
+    "linalg_matrix_exp": linear_algebra.matrix_exp,  # torch.linalg.matrix_exp
     "allclose": lambda *args, **kwargs: bool(torch.isclose(*args, **kwargs).all()),  # x.allclose
     **scattering.ALGORITHMS,  # x.index_add, gradients of F.max_pool2d
     **decompositions.ALGORITHMS,  # nn.LayerNorm, F.mse_loss
@@ -346,3 +360,40 @@ def by_algorithm(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
     if dtype not in (None, format.dtype) and isinstance(result, MCFTensor):
         return result._collapsed(dtype)
     return result
+
+
+def in_float32_terms(
+    func: Any,
+    format: Format,
+    found: list[MCFTensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run an operation by its algorithm in float32 terms, and round its results once.
+
+    Without an algorithm, formats that float32 serves are evaluated in it.
+
+    Raises:
+        NotImplementedError: there is no algorithm for a longer format.
+    """
+    terms = max(2, *(len(x._format.components) for x in found))
+    asked = kwargs.get("dtype")
+    options = {name: x for name, x in kwargs.items() if name != "dtype"}
+    try:
+        result = by_algorithm(func, Format(torch.float32, terms), *args, **options)
+    except NotImplementedError as error:
+        if format.precision <= PRECISION_OF_FLOAT32:
+            return in_machine_type(func, format, found, args, kwargs)
+        shapes = ", ".join(f"{x._format.name} {tuple(x.shape)}" for x in found)
+        raise without(f"{func} on expansions ({shapes})") from error
+    if any(result is x for x in written_to(func, args, kwargs)):
+        return result
+
+    def narrow(x: Any) -> Any:
+        if not isinstance(x, MCFTensor):
+            return x
+        if asked not in (None, format.dtype):
+            return x._collapsed(asked)
+        return x if x._format is format else value_of(x, format, found)
+
+    return tree_map(narrow, result)

@@ -2,26 +2,30 @@
 
 Elements of elementwise functions with an argument that float64 rounds are evaluated again, on all
 terms, by the algorithm for formats beyond 48 bits. A function without such an algorithm is
-corrected by the rest r of its argument, f(x + r) = f(x) + r f'(x). Functions of differences are
-evaluated again as a whole, by the rules in `differences.py`.
+corrected by the rest r of its argument, f(x + r) = f(x) + r f'(x).
+
+The differences 1 and -1 of 1e20 + 1 and 1e20 - 1 from 1e20 are float64 numbers, and the elements
+are not. So functions of differences, such as variances and losses, are evaluated again as a whole.
+Where float64 rounds no element, variances and norms lose bits if a mean is large beside the
+deviations from it. They are evaluated on the differences from the largest element of a row.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.operands import expansions, leaves, mapped, named_arguments
+from mcftensor.dispatch.operands import expansions, leaves, mapped, named_arguments, stored_in
 from mcftensor.dispatch.rounded_arguments import WidenedArguments, are_rests, places_of_rests
 from mcftensor.dispatch.system import WIDE, evaluated
 from mcftensor.formats import Format
+from mcftensor.kernels.without_float64 import widest
 from mcftensor.passes.format_conversion import rest_of
 from mcftensor.tensor import MCFTensor
-from mcftensor.wide import differences
 from mcftensor.wide.beyond_float64 import by_algorithm
 
 aten = torch.ops.aten
@@ -54,10 +58,56 @@ _UNTAGGED = {
 """Elementwise functions that PyTorch does not tag as pointwise."""
 
 
+_OF_SPREADS = {
+    aten.var.correction,  # x.var
+    aten.std.correction,  # x.std
+    aten.var_mean.correction,  # torch.var_mean
+    aten.std_mean.correction,  # torch.std_mean
+    aten.native_layer_norm.default,  # F.layer_norm
+    aten.native_layer_norm_backward.default,  # its gradients
+    aten.native_group_norm.default,  # F.group_norm
+    aten.native_group_norm_backward.default,  # its gradients
+    aten.native_batch_norm.default,  # F.batch_norm, F.instance_norm
+    aten.native_batch_norm_backward.default,  # their gradients
+    aten.batch_norm_backward.default,  # of the norms of torch.export
+    aten.cudnn_batch_norm_backward.default,  # on a GPU
+    aten.miopen_batch_norm_backward.default,  # on one of AMD
+}
+"""Variances, and norms of rows or channels."""
+
+_OF_DIFFERENCES = {
+    aten._softmax.default,  # x.softmax
+    aten._log_softmax.default,  # x.log_softmax, F.cross_entropy
+    aten.logsumexp.default,  # x.logsumexp
+    aten.logcumsumexp.default,  # x.logcumsumexp
+    aten.mean.default,  # x.mean(), gradients of x.var
+    aten.mean.dim,  # x.mean(0), torch.cov
+    aten.multi_margin_loss.default,  # F.multi_margin_loss
+    aten.multi_margin_loss_backward.default,  # its gradients
+    aten.multilabel_margin_loss_forward.default,  # F.multilabel_margin_loss
+    aten.multilabel_margin_loss_backward.default,  # its gradients
+    aten.mse_loss.default,  # F.mse_loss
+    aten.mse_loss_backward.default,  # its gradients
+    aten.huber_loss.default,  # F.huber_loss
+    aten.huber_loss_backward.default,  # its gradients
+    aten.smooth_l1_loss.default,  # F.smooth_l1_loss
+    aten.smooth_l1_loss_backward.default,  # its gradients
+    aten.binary_cross_entropy.default,  # F.binary_cross_entropy
+    aten.binary_cross_entropy_backward.default,  # its gradients
+    aten.dist.default,  # torch.dist
+    aten._cdist_forward.default,  # torch.cdist
+    aten._cdist_backward.default,  # its gradients
+    aten._pdist_forward.default,  # F.pdist
+    aten._pdist_backward.default,  # its gradients
+    aten.allclose.default,  # torch.allclose
+}
+"""Other functions of differences of elements."""
+
+
 @functools.lru_cache(maxsize=4096)
 def are_corrected(func: Any) -> bool:
     """Return whether results of an operation are corrected."""
-    return func in differences.RULES or is_elementwise(func)
+    return func in _OF_DIFFERENCES or func in _OF_SPREADS or is_elementwise(func)
 
 
 def is_elementwise(func: Any) -> bool:
@@ -77,12 +127,78 @@ def from_all_terms(numbers: WidenedArguments, result: Any) -> Any:
     results of functions of differences may be expansions.
     """
     func, args, kwargs = numbers.call
-    if func not in differences.RULES:
+    is_spread = func in _OF_SPREADS
+    if not is_spread and func not in _OF_DIFFERENCES:
         return _of_elements(numbers, result)
-    is_spread = func in differences.OF_SPREADS and all(x.numel() for x in numbers.of.values())
-    if not is_spread and not are_rests(numbers.rests.values()):
+    if are_rests(numbers.rests.values()):
+        return by_algorithm(func, longer_format((args, kwargs)), *args, **kwargs)
+    if is_spread and all(x.numel() for x in numbers.of.values()):
+        return _below_largest(func, numbers)
+    return result
+
+
+def longer_format(operands: Any) -> Format:
+    """Return a format that holds the differences of operands: float64 terms, where available."""
+    found = expansions(operands)
+    return Format(widest(found[0].device), max(2, *(len(x._format.components) for x in found)))
+
+
+def in_longer_format(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function with its floating operands as values of a longer format."""
+    format = longer_format((args, kwargs))
+
+    def enter(x: Any) -> Any:
+        return MCFTensor.of(stored_in(x, format, x.device), format) if _is_float(x) else x
+
+    return func(*mapped(enter, args), **mapped(enter, kwargs))
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _below_largest(func: Any, numbers: WidenedArguments) -> Any:
+    """Evaluate a variance or norm of float64 numbers on differences from the largest of each row.
+
+    Means among the arguments and results are relative to the largest elements, too. A batch norm
+    that does not train is evaluated on the differences from the running means.
+    """
+    given = mapped(
+        lambda x: numbers.enter(x) if _is_float(x) else x, named_arguments(func, *numbers.call[1:])
+    )
+    name = "self" if "self" in given else "input"
+    x = rows = given[name]
+    if not given.get("training", given.get("train", given.get("update", True))):
+        mean = given["running_mean"]
+        around = x - mean.reshape([-1, *[1] * (x.dim() - 2)])
+        return _called(func, given | {name: around, "running_mean": torch.zeros_like(mean)})
+    if "normalized_shape" in given:
+        dims: Sequence[int] = range(-len(given["normalized_shape"]), 0)
+    elif "group" in given:
+        rows, dims = x.reshape(given["N"], given["group"], -1), [-1]
+    elif name == "input":
+        dims = [d for d in range(x.dim()) if d != 1]
+    else:
+        dims = given.get("dim") or range(x.dim())
+    largest = rows.amax(tuple(dims), keepdim=True)
+    largest = torch.where(torch.isfinite(largest), largest, 0.0)
+    below = rows - largest
+    means = {
+        own: below.mean(tuple(dims)).reshape(given[own].shape)
+        for own in ("mean", "save_mean")
+        if own in given
+    }
+    result = _called(func, given | means | {name: below.reshape(x.shape)})
+    if isinstance(result, Tensor) or "backward" in func._schema.name:
         return result
-    return differences.RULES[func](func, named_arguments(func, args, kwargs))
+    moment, mean, *others = result
+    return moment, largest.reshape(mean.shape) + mean, *others
+
+
+def _called(func: Any, given: dict[str, Any]) -> Any:
+    """Return an operation on copies of its arguments by their names."""
+    own = {name: x.clone() if isinstance(x, Tensor) else x for name, x in given.items()}
+    return evaluated(func, [], own)
 
 
 def _of_elements(numbers: WidenedArguments, result: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mcftensor.arithmetic.special_functions import reduced
-from mcftensor.wide.elementary import in_longer
+from mcftensor.wide import exact_constants as exact
+from mcftensor.wide.elementary import in_longer, like
 
 aten = torch.ops.aten
 
@@ -25,7 +27,8 @@ aten = torch.ops.aten
 def _decomposed(func: Any) -> Callable[..., Any]:
     @in_longer
     def evaluated(*args: Any, **kwargs: Any) -> Any:
-        return decomposition(func)(*args, **kwargs)
+        with torch._C._EnableTorchFunction():  # where a number enters before it is rounded
+            return decomposition(func)(*args, **kwargs)
 
     return evaluated
 
@@ -79,7 +82,6 @@ def _by_name(*functions: Any) -> dict[str, Callable[..., Any]]:
 
 ALGORITHMS = _by_name(
     aten.native_layer_norm.default,  # nn.LayerNorm
-    aten.native_layer_norm_backward.default,
     aten.native_group_norm.default,  # nn.GroupNorm
     aten.native_batch_norm.default,  # nn.BatchNorm2d, nn.InstanceNorm2d
     aten._native_batch_norm_legit.no_stats,
@@ -90,11 +92,21 @@ ALGORITHMS = _by_name(
     aten.smooth_l1_loss.default,
     aten.huber_loss.default,
     aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_backward.default,
     aten.nll_loss_forward.default,
     aten.nll_loss_backward.default,
     aten.nll_loss2d_forward.default,
     aten.nll_loss2d_backward.default,
     aten.relu.default,  # activations of nn
+    aten._softmax.default,
+    aten.native_dropout_backward.default,
+    aten.sigmoid_backward.default,
+    aten.silu_backward.default,
+    aten.mish_backward.default,
+    aten.softplus.default,
+    aten.softplus_backward.default,
+    aten.tanh_backward.default,
+    aten.threshold.default,
     aten.leaky_relu.default,
     aten.celu.default,
     aten.hardsigmoid.default,
@@ -122,6 +134,11 @@ ALGORITHMS = _by_name(
     aten.nansum.default,  # x.nansum
     aten.logit_backward.default,  # gradients of torch.logit
     aten.heaviside.default,  # torch.heaviside
+    aten.logaddexp.default,  # torch.logaddexp
+    aten.nan_to_num.default,  # torch.nan_to_num
+    aten.addr.default,  # torch.addr
+    aten.index_add.default,  # x.index_add, gradients of x.index_select
+    aten.unfold_backward.default,  # gradients of x.unfold
 )
 """Decompositions by the names of aten operators."""
 
@@ -130,7 +147,7 @@ ALGORITHMS = _by_name(
 
 
 def _soft_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
-    return reduced(F.softplus(-x * target, threshold=math.inf), reduction)
+    return reduced(-F.logsigmoid(x * target), reduction)
 
 
 def _multi_margin_loss(
@@ -167,6 +184,13 @@ def _multilabel_margin_loss(
     return losses, is_target.to(x.dtype).reshape(target.shape)
 
 
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        return x * torch.special.ndtr(x)
+    root = like(x, lambda bits: exact.sqrt(8 / exact.pi(bits), bits))
+    return x * torch.sigmoid(root * x * (1 + like(x, Fraction("0.044715")) * x * x))
+
+
 # -------------------------------------------------------------------------- gradients of norms
 
 
@@ -194,6 +218,45 @@ def _batch_norm_backward(
     return tuple(gradients(norm, grad, [x, weight, x.new_zeros(x.shape[1])], mask))
 
 
+def _row_norm_gradients(
+    grad: Tensor,
+    operands: Sequence[Tensor | None],
+    rstd: Tensor,
+    rows: Sequence[int],
+    form: Sequence[int],
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Return gradients of x, weight and bias of a norm of rows.
+
+    The weight and bias broadcast to x in a form. The eps is what 1 / rstd^2 has beyond variances.
+    """
+
+    def norm(x: Tensor, weight: Tensor | None, bias: Tensor) -> Tensor:
+        y = x.reshape(rows)
+        var, mean = torch.var_mean(y, -1, correction=0, keepdim=True)
+        eps = (1 / rstd.square().view(var.shape) - var).detach()
+        units = ((y - mean) * torch.rsqrt(var + eps)).view(form)
+        return ((units if weight is None else units * weight) + bias).view(x.shape)
+
+    return tuple(gradients(norm, grad, operands, mask))
+
+
+@in_longer
+def _layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    _: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    operands = [x, weight, x.new_zeros(shape)]
+    rows = [*x.shape[: x.dim() - len(shape)], math.prod(shape)]
+    return _row_norm_gradients(grad, operands, rstd, rows, x.shape, mask)
+
+
 @in_longer
 def _group_norm_backward(
     grad: Tensor,
@@ -207,15 +270,11 @@ def _group_norm_backward(
     groups: int,
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    def norm(x: Tensor, weight: Tensor | None, bias: Tensor) -> Tensor:
-        rows = x.reshape(n, groups, channels // groups * places)
-        var, mean = torch.var_mean(rows, -1, correction=0, keepdim=True)
-        eps = (1 / rstd.square().view(n, groups, 1) - var).detach()
-        units = ((rows - mean) * torch.rsqrt(var + eps)).view(n, channels, places)
-        scaled = units if weight is None else units * weight.view(-1, 1)
-        return (scaled + bias.view(-1, 1)).view(x.shape)
-
-    return tuple(gradients(norm, grad, [x, weight, x.new_zeros(channels)], mask))
+    weight = None if weight is None else weight.view(-1, 1)
+    operands, form = [x, weight, x.new_zeros(channels, 1)], (n, channels, places)
+    rows = (n, groups, channels // groups * places)
+    of_x, *others = _row_norm_gradients(grad, operands, rstd, rows, form, mask)
+    return of_x, *(None if y is None else y.view(-1) for y in others)
 
 
 @in_longer
@@ -231,15 +290,25 @@ def _col2im(x: Tensor, *args: Any) -> Tensor:
 
 
 ALGORITHMS |= {
+    "gelu_backward": gradient_of(_gelu),  # of F.gelu
     "mse_loss_backward": gradient_of(aten.mse_loss.default),  # gradients of F.mse_loss
     "smooth_l1_loss_backward": gradient_of(aten.smooth_l1_loss.default),  # of F.smooth_l1_loss
     "huber_loss_backward": gradient_of(aten.huber_loss.default),  # of F.huber_loss
+    "soft_margin_loss": in_longer(_soft_margin_loss),  # F.soft_margin_loss
     "soft_margin_loss_backward": gradient_of(_soft_margin_loss),  # of F.soft_margin_loss
     "multi_margin_loss": in_longer(_multi_margin_loss),  # F.multi_margin_loss
     "multi_margin_loss_backward": gradient_of(_multi_margin_loss),  # its gradients
     "multilabel_margin_loss_forward": in_longer(_multilabel_margin_loss),
     "multilabel_margin_loss_backward": gradient_of(lambda *x: _multilabel_margin_loss(*x)[0]),
     "native_batch_norm_backward": _batch_norm_backward,  # nn.BatchNorm2d, nn.InstanceNorm2d
+    "batch_norm_backward": lambda *args: _batch_norm_backward(*args[:-1]),  # of torch.export
+    **dict.fromkeys(
+        ("cudnn_batch_norm_backward", "miopen_batch_norm_backward"),
+        lambda x, grad, *others: _batch_norm_backward(
+            grad, x, *others[:5], True, others[5], [True] * 3
+        ),
+    ),  # on GPUs
+    "native_layer_norm_backward": _layer_norm_backward,  # nn.LayerNorm
     "native_group_norm_backward": _group_norm_backward,  # nn.GroupNorm
     "embedding_renorm": _embedding_renorm,  # nn.Embedding(max_norm=...)
     "col2im": _col2im,  # F.fold, gradients of F.unfold

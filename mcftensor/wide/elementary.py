@@ -12,7 +12,6 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +23,9 @@ from mcftensor.operators.own_functions import by_formula
 from mcftensor.passes.operators import FUNCTIONS, Number, Operator
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import exact_constants as exact
+
+ConstantOfBits = exact.Constant | Callable[[int], Fraction]
+"""A constant, or a function that returns it with a number of bits."""
 
 
 def _function(row: Operator) -> Callable[..., MCFTensor]:
@@ -70,60 +72,7 @@ def in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
     return rounded
 
 
-# ------------------------------------------------------------------------- sums of exponentials
-
-
-@in_longer
-def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
-    if not x.numel():
-        return x.clone()
-    powers = torch.exp(x - x.amax(dim, keepdim=True))
-    return powers / powers.sum(dim, keepdim=True)
-
-
-@in_longer
-def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
-    larger = torch.maximum(x, y)
-    distance = torch.where(x == y, torch.zeros_like(larger), (x - y).abs())
-    return larger + torch.log1p(torch.exp(-distance))
-
-
 # -------------------------------------------------------------------------------- activations
-
-
-@in_longer
-def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
-    """Return PyTorch's softplus, which is x if beta x is above a threshold."""
-    inner = x * beta
-    return torch.where(inner > threshold, x, by_formula("softplus", inner) / beta)
-
-
-@in_longer
-def _softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
-    inner = x * beta
-    return torch.where(inner > threshold, grad, grad * torch.sigmoid(inner))
-
-
-def _root(x: Tensor) -> Tensor:
-    """Return the root of e^min(x, 0): products with a power that underflows keep their digits, if
-    its root is multiplied twice."""
-    return torch.exp(torch.where(x < 0, x, torch.zeros_like(x)) / 2)
-
-
-@in_longer
-def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    root = _root(x)
-    return grad * (1 + x * torch.sigmoid(-x)) * torch.sigmoid(x.abs()) * root * root
-
-
-@in_longer
-def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """By u = (1 + e^x)^2, as `hyperbolic.mish`."""
-    p, root = torch.exp(-x.abs()), _root(x)
-    below = torch.where(x < 0, 2 + p * (2 + p), 1 + 2 * p * (1 + p))
-    gate = torch.where(x < 0, 2 + p, 1 + 2 * p) / below
-    bend = torch.where(x < 0, 4 * (1 + p), 4 * (1 + p) * p * p) / (below * below)
-    return grad * (gate + x * bend) * root * root
 
 
 @in_longer
@@ -147,36 +96,16 @@ def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     return by_formula("gelu_tanh" if approximate == "tanh" else "gelu", x)
 
 
-@in_longer
-def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
-    """Return the gradient of x F(x), with F the normal distribution or the logistic function of a
-    cubic.
-    """
-    bits = _bits_of(x)
-    if approximate == "tanh":
-        root, cubic = (
-            like(x, y) for y in (exact.sqrt(8 / exact.pi(bits), bits), Fraction("0.044715"))
-        )
-        square = x * x
-        z = root * x * (1 + cubic * square)
-        slope = 1 + x * torch.sigmoid(-z) * root * (1 + 3 * cubic * square)
-        return grad * slope * torch.sigmoid(z.abs()) * _root(z) * _root(z)
-    half, density = (
-        like(x, y)
-        for y in (exact.sqrt(Fraction(1, 2), bits), exact.sqrt(1 / exact.pi(bits) / 2, bits))
-    )
-    return grad * (torch.erfc(-x * half) / 2 + x * density * torch.exp(-x * x / 2))
-
-
-def like(x: Tensor, value: Fraction) -> MCFTensor:
+def like(x: Tensor, value: ConstantOfBits) -> MCFTensor:
     """Return a constant in the format of x, on its device."""
     return constant_in(x._format, value, x.device)  # type: ignore[attr-defined]
 
 
-def constant_in(format: Format, value: Fraction, device: torch.device) -> MCFTensor:
-    """Return a constant as an expansion without dimensions."""
+def constant_in(format: Format, value: ConstantOfBits, device: torch.device) -> MCFTensor:
+    """Return a constant, or a function of the number of its bits, without dimensions."""
     base = BASES[format.dtype]
-    floats = exact.floats_of(value, base.precision, len(format.components))
+    number = value(format.precision + 2 * base.precision) if callable(value) else value
+    floats = exact.floats_of(number, base.precision, len(format.components))
     terms = [torch.tensor(y, dtype=base.dtype, device=device) for y in floats]
     return MCFTensor.of(terms, format.nearest)
 
@@ -220,9 +149,9 @@ def _sums_of_powers(x: Tensor, s: int) -> Tensor:
     inverse = start / last
     square = inverse * inverse
     rest = torch.zeros_like(x)
-    for k, number in reversed(list(enumerate(exact.bernoulli(count + 1)))[1:]):
+    for k in range(count, 0, -1):
         rising = Fraction(math.prod(range(s, s + 2 * k - 1)), math.factorial(2 * k))
-        rest = rest * square + like(x, number * rising / start ** (2 * k - 1))
+        rest = rest * square + like(x, exact.bernoulli(k) * rising / start ** (2 * k - 1))
     return total + _scaled_power(last, s) * (last / (s - 1) + 0.5 + inverse * rest)
 
 
@@ -261,19 +190,6 @@ def _times_logarithm(logarithm: Callable[[Tensor], Tensor]) -> Callable[..., Ten
     return product
 
 
-_LEAST_VARIANCE = float(np.float32(1e-12))
-"""PyTorch's lower limit of x (1 - x) in the gradient of `binary_cross_entropy`."""
-
-
-@in_longer
-def _binary_cross_entropy_backward(
-    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = 1
-) -> Tensor:
-    slope = (x - y) / (x * (1 - x)).clamp(min=_LEAST_VARIANCE)
-    slope = slope if weight is None else slope * weight
-    return grad * slope / (x.numel() if reduction == 1 else 1)
-
-
 _FIRST_STEPS = 6
 """Newton's steps for `erfinv` in one float, from the asymptotic sqrt(-log(erfc))."""
 
@@ -292,8 +208,7 @@ def _erfinv(x: Tensor) -> Tensor:
         y = y + (torch.log(scaled) - y * y - torch.log(tail)) * scaled * (math.sqrt(math.pi) / 2)
     y = torch.where(small < 0.5, torch.erfinv(small), y)
     found: Tensor = MCFTensor.of(stored_in(y, format, x.device), format)
-    bits = format.precision + 64
-    half_root = like(x, exact.sqrt(exact.pi(bits), bits) / 2)
+    half_root = like(x, lambda bits: exact.sqrt(exact.pi(bits), bits) / 2)
     right = BASES[x.dtype].precision - 8
     while right < format.precision:
         error = torch.where(size < 0.5, size - torch.erf(found), torch.erfc(found) - rest)
@@ -305,55 +220,31 @@ def _erfinv(x: Tensor) -> Tensor:
     return torch.where(is_inside, torch.where(x < 0, -found, found), ends)
 
 
-def _threshold(x: Tensor, threshold: float, value: float) -> Tensor:
-    return x.masked_fill(x <= threshold, value)
-
-
-def _nan_to_num(
-    x: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
-) -> Tensor:
-    most = torch.finfo(x.dtype).max
-    x = x.masked_fill(torch.isnan(x), 0.0 if nan is None else nan)
-    x = x.masked_fill(x == torch.inf, most if posinf is None else posinf)
-    return x.masked_fill(x == -torch.inf, -most if neginf is None else neginf)
-
-
 @in_longer
 def _degrees_to_radians(x: Tensor) -> Tensor:
-    return x * like(x, exact.pi(_bits_of(x)) / 180)
+    return x * like(x, lambda bits: exact.pi(bits) / 180)
 
 
 @in_longer
 def _radians_to_degrees(x: Tensor) -> Tensor:
-    return x * like(x, 180 / exact.pi(_bits_of(x)))
+    return x * like(x, lambda bits: 180 / exact.pi(bits))
 
 
 @in_longer
 def _mvlgamma(x: Tensor, p: int) -> Tensor:
     halves = torch.arange(1 - p, 1, dtype=x.dtype, device=x.device) / 2
-    rest = like(x, Fraction(p * (p - 1), 4) * exact.log_of_pi(_bits_of(x)))
+    share = Fraction(p * (p - 1), 4)
+    rest = like(x, lambda bits: share * exact.log(exact.pi(bits + 8), bits))
     return torch.lgamma(x.unsqueeze(-1) + halves).sum(-1) + rest
-
-
-def _bits_of(x: Tensor) -> int:
-    return bits_of_constants(x._format)  # type: ignore[attr-defined]
-
-
-def bits_of_constants(format: Format) -> int:
-    """Return the bits that a constant needs to be rounded to a format."""
-    return format.precision + 2 * BASES[format.dtype].precision
 
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     **{name: _function(row) for name, row in FUNCTIONS.items()},  # x.exp, torch.atan2
     "pow": _pow,  # x ** 0.3
-    "_softmax": _softmax,  # x.softmax
     "_log_softmax": in_longer(special_functions.log_softmax),  # x.log_softmax
     "logsumexp": in_longer(special_functions.logsumexp),  # x.logsumexp
-    "logaddexp": _logaddexp,  # torch.logaddexp
     "logaddexp2": in_longer(special_functions.logaddexp2),  # torch.logaddexp2
     "gelu": _gelu,  # F.gelu
-    "gelu_backward": _gelu_backward,  # gradients of F.gelu
     "polygamma": _polygamma,  # gradients of torch.digamma
     "polygamma_": lambda x, n: _polygamma(n, x),  # x.polygamma_
     "elu": _elu,  # F.elu, F.selu
@@ -362,12 +253,6 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
         ("softshrink_backward", "hardshrink_backward"),
         lambda grad, x, limit: torch.where(x.abs() > limit, grad, torch.zeros_like(grad)),
     ),  # gradients of F.softshrink and F.hardshrink
-    # gradients of F.dropout
-    "native_dropout_backward": lambda grad, mask, scale: torch.where(mask, grad * scale, 0.0),
-    "threshold": _threshold,  # F.threshold
-    "nan_to_num": _nan_to_num,  # torch.nan_to_num
-    "softplus": _softplus,  # F.softplus
-    "soft_margin_loss": in_longer(special_functions.soft_margin_loss),  # F.soft_margin_loss
     "binary_cross_entropy_with_logits": in_longer(
         special_functions.binary_cross_entropy_with_logits
     ),  # F.binary_cross_entropy_with_logits
@@ -375,19 +260,14 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "sinc": in_longer(special_functions.sinc),  # torch.sinc
     "special_spherical_bessel_j0": _spherical_bessel_j0,  # torch.special.spherical_bessel_j0
     "erfinv": _erfinv,  # torch.erfinv
-    "binary_cross_entropy_backward": _binary_cross_entropy_backward,  # its gradients
     "xlogy": _times_logarithm(torch.log),  # torch.xlogy
     "special_xlog1py": _times_logarithm(torch.log1p),  # torch.special.xlog1py
     "deg2rad": _degrees_to_radians,  # torch.deg2rad
     "rad2deg": _radians_to_degrees,  # torch.rad2deg
     "mvlgamma": _mvlgamma,  # torch.mvlgamma
     # Gradients of the functions of these names.
-    "sigmoid_backward": in_longer(lambda grad, y: grad * (1 - y) * y),
-    "tanh_backward": in_longer(lambda grad, y: grad * (1 - y * y)),
     "hardsigmoid_backward": in_longer(special_functions.hardsigmoid_backward),
-    "silu_backward": _silu_backward,
-    "mish_backward": _mish_backward,
-    "softplus_backward": _softplus_backward,
+    # PyTorch decomposes it into a difference of products, which cancels.
     "_softmax_backward_data": in_longer(
         lambda grad, y, dim, dtype: y * (grad - (grad * y).sum(dim, keepdim=True))
     ),

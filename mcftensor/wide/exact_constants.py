@@ -80,32 +80,17 @@ def pi(bits: int) -> Fraction:
 
 
 @functools.lru_cache(maxsize=1024)
-def log(x: Fraction, bits: int) -> Fraction:
-    """The natural logarithm of a number near 1, by the series of 2 atanh((x - 1) / (x + 1))."""
-    one = bits + _GUARD
-    y = (x - 1) / (x + 1)
+def log(x: Fraction | int, bits: int) -> Fraction:
+    """The natural logarithm of x = 2^n y, by the series of 2 atanh((y - 1) / (y + 1))."""
+    x, one = Fraction(x), bits + _GUARD
+    n = 0 if x == 2 else round(log2_of(x))
+    y = (x / Fraction(2) ** n - 1) / (x / Fraction(2) ** n + 1)
     power, total, k = _fixed(y, one), 0, 1
     while power not in (0, -1):
         total += power // k
         power = power * y.numerator**2 // y.denominator**2
         k += 2
-    return Fraction(2 * total, 1 << one)
-
-
-def log_2(bits: int) -> Fraction:
-    """log(2)."""
-    return log(Fraction(2), bits)
-
-
-def log_10(bits: int) -> Fraction:
-    """log(10)."""
-    return 3 * log_2(bits + 4) + log(Fraction(5, 4), bits + 4)
-
-
-@functools.lru_cache(maxsize=16)
-def log_of_pi(bits: int) -> Fraction:
-    """log(pi)."""
-    return log_2(bits + 4) + log(pi(bits + 8) / 2, bits + 4)
+    return Fraction(2 * total, 1 << one) + (n * log(2, bits + 8) if n else 0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -118,10 +103,15 @@ def root_of_power(j: int, log2_root: int, bits: int) -> Fraction:
     return Fraction(x, 1 << one)
 
 
-def sqrt(x: Fraction, bits: int) -> Fraction:
+def log_2(bits: int) -> Fraction:
+    """log(2)."""
+    return log(2, bits)
+
+
+def sqrt(x: Fraction | int, bits: int) -> Fraction:
     """The square root."""
     one = bits + _GUARD
-    return Fraction(math.isqrt(_fixed(x, 2 * one)), 1 << one)
+    return Fraction(math.isqrt(_fixed(Fraction(x), 2 * one)), 1 << one)
 
 
 def exp(x: Fraction, bits: int) -> Fraction:
@@ -181,7 +171,7 @@ def _scaled_erf(c: Fraction, one: int) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def bernoulli(count: int) -> tuple[Fraction, ...]:
+def _bernoulli(count: int) -> tuple[Fraction, ...]:
     """The Bernoulli numbers B_0, B_2, B_4, ..., exactly, each from all previous ones."""
     found = [Fraction(1), Fraction(-1, 2)]
     for n in range(2, 2 * count):
@@ -190,22 +180,9 @@ def bernoulli(count: int) -> tuple[Fraction, ...]:
     return tuple(found[: 2 * count : 2])
 
 
-def tanhshrink_coefficient(k: int) -> Fraction:
-    """The coefficient of x^(2k) in (x - tanh(x)) / x^3, exactly."""
-    n = k + 2
-    number = bernoulli(1 << (n + 1).bit_length())[n]
-    return -(4**n) * (4**n - 1) * number / math.factorial(2 * n)
-
-
-@functools.lru_cache(maxsize=4)
-def euler(bits: int) -> Fraction:
-    """Euler's constant, by the Euler-Maclaurin formula for a harmonic number."""
-    log2_n = 2 + (bits // 8).bit_length()
-    n = 2**log2_n
-    harmonic = sum((1 << (bits + _GUARD)) // k for k in range(1, n + 1))
-    rest = sum(b / (2 * k * n ** (2 * k)) for k, b in enumerate(bernoulli(n // 4)) if k)
-    whole = Fraction(harmonic, 1 << (bits + _GUARD))
-    return whole - log2_n * log_2(bits + 16) - Fraction(1, 2 * n) + rest
+def bernoulli(k: int) -> Fraction:
+    """The Bernoulli number B_2k, exactly."""
+    return _bernoulli(1 << max(k.bit_length(), 4))[k]
 
 
 @functools.lru_cache(maxsize=512)
@@ -228,7 +205,7 @@ def zeta(s: int, bits: int) -> Fraction:
 def hurwitz(s: int, x: Fraction, bits: int) -> Fraction:
     """The Hurwitz zeta function at an integer s above 1 and x from 1 to 2; at s = 1, -digamma(x).
 
-    The Euler-Maclaurin formula sums all terms beyond the first ones.
+    At x = 1 too it is Euler's constant. The Euler-Maclaurin formula sums the later terms.
     """
     count, one = bits // 4 + s, bits + _GUARD
     total = sum(
@@ -239,8 +216,8 @@ def hurwitz(s: int, x: Fraction, bits: int) -> Fraction:
     rest = 1 / w ** (s - 1) / (s - 1) if s > 1 else -log(w, one)
     rest += 1 / w**s / 2
     part = s / w ** (s + 1)
-    for k, b in enumerate(bernoulli(count // 2)[1:], 1):
-        rest += b / math.factorial(2 * k) * part
+    for k in range(1, count // 2):
+        rest += bernoulli(k) / math.factorial(2 * k) * part
         part = _nearest(part * (s + 2 * k - 1) * (s + 2 * k) / w**2, one)
     return _nearest(Fraction(total, 1 << one) + rest, one)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mcftensor.arithmetic import networks
+import torch
+
 from mcftensor.arithmetic.network_numbers import Terms
 from mcftensor.arithmetic.number_protocol import Number
 from mcftensor.wide import (
     angles,
-    cube_root,
     error_function,
     exponentials,
     gamma_function,
@@ -17,18 +17,25 @@ from mcftensor.wide import (
     logarithms,
     trigonometry,
 )
+from mcftensor.wide.exponentials import Result
+from mcftensor.wide.guarded import Guarded, finish
 
 
-def _of_terms(function: Callable[..., networks.Terms]) -> Callable[..., Number]:
-    """Turn a function of terms into a function of network numbers."""
+def _of_terms(function: Callable[..., Result]) -> Callable[..., Number]:
+    """Turn a function of guarded numbers into a function of network numbers."""
 
     def of_numbers(*operands: Number) -> Number:
-        return Terms(function(*(x.floats for x in operands)))
+        entered = [Guarded(x.floats, len(x.floats) + 1) for x in operands]
+        value, plain = function(*entered)
+        if len(entered) == 1:
+            leading = entered[0].leading
+            plain = torch.where(torch.isnan(leading), leading, plain)
+        return Terms(finish(value, plain))
 
     return of_numbers
 
 
-_FUNCTIONS: dict[str, Callable[..., networks.Terms]] = {
+_FUNCTIONS: dict[str, Callable[..., Result]] = {
     "exp": exponentials.exp,
     "exp2": exponentials.exp2,
     "expm1": exponentials.expm1,
@@ -59,7 +66,7 @@ _FUNCTIONS: dict[str, Callable[..., networks.Terms]] = {
     "atan": angles.atan,
     "atan2": angles.atan2,
     "hypot": angles.hypot,
-    "cbrt": cube_root.cube_root,
+    "cbrt": logarithms.cube_root,
     "erf": error_function.erf,
     "erfc": error_function.erfc,
     "ndtr": error_function.ndtr,

@@ -27,7 +27,7 @@ takes as many diagonals as it needs:
 T starts from a number that depends on w and `bits` alone. It grows if exponents in a row or a
 column are spread, or if large elements meet small ones. If P = 0, slices do not help: large
 elements of the row meet only small ones of the column, as in a graded matrix. Such an element is
-computed as an exact sum of all products of terms (`sums/exact_dots.py`), unless all are zeros.
+computed as an exact sum of all products of terms (`exact_dots`), unless all are zeros.
 
 **Error.** The omitted products are at most 15 * 2^-bits |A||B|. N matrices are summed to n terms by
 n + 1 chains of two_sum and a plain sum, which loses at most (N u)^(n + 2) M, where M is the sum of
@@ -50,15 +50,21 @@ S. Oishi, "Accurate sum and dot product", SIAM J. Sci. Comput. 26(6), 2005 (SumK
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import networks
 from mcftensor.arithmetic.rounding import quiet
+from mcftensor.dispatch.operands import value_of
 from mcftensor.kernels.custom_ops import opaque
-from mcftensor.wide.exact_dots import exact_dots
+from mcftensor.kernels.without_float64 import widest
+from mcftensor.sums.accumulators import accumulate
+from mcftensor.sums.correct_rounding import rounded_sum
+from mcftensor.sums.digits import WIDEST
+from mcftensor.tensor import MCFTensor
 from mcftensor.wide.slices import by_powers, cut, exponents, width_for
 
 # Numbers of elements: of a block of an operand, of one step of a summation, and of pairs of rows.
@@ -217,3 +223,72 @@ def _summed(values: list[Tensor], terms: int) -> list[Tensor]:
 def _kinds(x: Tensor) -> Tensor:
     """The signs of finite numbers; infinities and NaN unchanged."""
     return torch.where(x.isfinite(), x.sign(), x)
+
+
+def exact_dots(
+    x: Sequence[Tensor], y: Sequence[Tensor], terms: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return the exact dot products of rows of expansions, rounded term by term.
+
+    *Requires*: finite terms, each of shape (rows, n); x and y have one dtype.
+
+    *Returns*: normalized terms of `dtype`, of shape (rows,).
+
+    *Error*: each term is the exact remainder, rounded to nearest; only what follows the last is
+    lost.
+
+    *Cost*: one exact sum for each pair of terms.
+
+    *Special values*: beyond the range of the dtype the leading term is infinite and the others 0.
+    """
+    rows = len(x[0])
+    left = torch.cat([a for a in x for _ in y], 1)
+    right = torch.cat([b for _ in x for b in y], 1)
+    total = accumulate(left, right, WIDEST)
+    found: list[Tensor] = []
+    for _ in range(terms):
+        rounded = rounded_sum(total, dtype, WIDEST)
+        found.append(torch.where(found[0].isfinite(), rounded, 0) if found else rounded)
+        rest = torch.where(rounded.isfinite(), -rounded, 0).view(rows, 1)
+        total = total + accumulate(rest, None, WIDEST)
+    return found
+
+
+# ------------------------------------------------------------------------------------ operators
+
+
+def multiplied(x: MCFTensor, y: MCFTensor) -> MCFTensor:
+    """Return the products of matrices of one format, of shapes (b, m, k) and (b, k, n)."""
+    format = x._format
+    machine = widest(x.device)
+    summed = format.sums_in(machine)  # type: ignore[attr-defined]
+    made = sliced_product(
+        list(x._read()), list(y._read()), len(summed.components), format.precision, machine
+    )
+    result = MCFTensor.of(made, summed, own=True)
+    return result if summed is format else value_of(result, format, [x, y])
+
+
+def mm(x: Any, y: Any) -> Tensor:
+    """Return the product of two matrices."""
+    return multiplied(x.unsqueeze(0), y.unsqueeze(0)).squeeze(0)
+
+
+def mv(x: Any, y: Any) -> Tensor:
+    """Return the product of a matrix and a vector."""
+    return mm(x, y.unsqueeze(1)).squeeze(1)
+
+
+def inner(x: Any, y: Any) -> Tensor:
+    """Return the dot product of two vectors."""
+    return mv(x.unsqueeze(0), y).squeeze(0)
+
+
+def added(product: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
+    """Return a function that computes beta * z + alpha * product(x, y)."""
+
+    def add(z: Tensor, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        result = product(x, y) if alpha == 1 else product(x, y) * alpha
+        return result if beta == 0 else result + (z if beta == 1 else z * beta)
+
+    return add

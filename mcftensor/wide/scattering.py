@@ -5,13 +5,12 @@ The gradients of operations that select elements are of this kind, too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from mcftensor.wide.elementary import in_longer
 
 aten = torch.ops.aten
 
@@ -82,14 +81,6 @@ def _scattered(x: Tensor, dim: int, index: Tensor, values: Tensor) -> tuple[Tens
     if slices:
         slices[dim] = slice(None)
     return _places(x)[tuple(slices)].gather(dim, index), own
-
-
-def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
-    return _combined(x, *_along(x, dim, index, source if alpha == 1 else source * alpha))
-
-
-def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    return _combined(x, *_scattered(x, dim, index, source))
 
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -165,26 +156,15 @@ def _of_nearest(func: Any) -> Callable[..., Tensor]:
     return backward
 
 
-@in_longer
-def _of_windows(grad: Tensor, shape: Sequence[int], dim: int, size: int, step: int) -> Tensor:
-    """Return the gradient of x.unfold(dim, size, step)."""
-    if not shape:  # one window of one element
-        return grad.view(shape)
-    found, dim = grad.new_zeros(shape), dim % len(shape)
-    for i, of_place in enumerate(grad.unbind(-1)):
-        every = (*[slice(None)] * dim, slice(i, i + step * grad.shape[dim], step))
-        found[every] += of_place
-    return found
-
-
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     "index_put": _index_put,  # x.index_put with accumulate, gradients of x[i]
     "_unsafe_index_put": _index_put,  # compiled gradients of F.interpolate
     "_index_put_impl": _index_put_impl,  # x._index_put_impl_
     "put": _put,  # x.put, gradients of x.take
-    "index_add": _index_add,  # x.index_add, gradients of x.index_select
     "index_reduce": _reducing(_along),  # x.index_reduce
-    "scatter_add": _scatter_add,  # x.scatter_add, gradients of x.gather
+    "scatter_add": functools.partial(
+        _reducing(_scattered), reduce="sum"
+    ),  # x.scatter_add, gradients of x.gather
     "scatter_reduce": _reducing(_scattered),  # x.scatter_reduce
     "bincount": _bincount,  # torch.bincount of weights
     "max_pool2d_with_indices_backward": _of_maxima(2),  # gradients of F.max_pool2d
@@ -200,6 +180,5 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
         for name in names
         for dims in (1, 2, 3)
     },  # gradients of both
-    "unfold_backward": _of_windows,  # gradients of x.unfold
 }
 """Algorithms by the names of aten operators."""

@@ -330,15 +330,16 @@ class TestFiles:
     def test_one_shard_is_held_at_a_time(self, tmp_path, monkeypatch):
         tensors = {f"x{i}": torch.full((8,), float(i)) for i in range(4)}
         mcf.save_file(tensors, tmp_path, max_shard_size=40)
-        read, held = open_checkpoint._read_file, []
+        read, held = open_checkpoint.open_safetensors, []
 
-        def noted(path):
-            file = read(path)
+        def noted(path, verify):
+            file = read(path, verify)
             held.append(weakref.ref(file))
             return file
 
-        monkeypatch.setattr(open_checkpoint, "_read_file", noted)
-        terms = open_checkpoint.in_shards(tmp_path / "model.safetensors.index.json")
+        monkeypatch.setattr(open_checkpoint, "open_safetensors", noted)
+        index = tmp_path / "model.safetensors.index.json"
+        terms = open_checkpoint.opened(index, verify=True).terms
         for name in terms:
             assert torch.equal(terms[name], tensors[name])
             gc.collect()

@@ -1,16 +1,15 @@
-"""Distributions of `torch.distributions` whose parameters are expansions."""
+"""Functions of `torch.distributions` and `torch.masked` that round to the dtype of a tensor."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from mcftensor.patches.table import by_name, patch
+from mcftensor.patches.table import by_name, patch, wherever_imported
 from mcftensor.tensor.tensor import MCFTensor, number_in
 
 
@@ -29,6 +28,7 @@ def _like(x: Any, other: Any) -> Any:
     "the dtype of its tensors.",
     loss="distributions round numbers to the base dtype of expansions; give them tensors.",
 )
+@wherever_imported
 def _numbers_in_the_format(found: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(found)
     def broadcast_all(*values: Any) -> Any:  # compilers trace it
@@ -37,9 +37,6 @@ def _numbers_in_the_format(found: Callable[..., Any]) -> Callable[..., Any]:
                 return found(*[y if isinstance(y, Tensor) else _like(y, x) for y in values])
         return found(*values)
 
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(found.__name__) is found:
-            setattr(module, found.__name__, broadcast_all)
     return broadcast_all
 
 
@@ -88,3 +85,25 @@ def _of_half_cauchy(density: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return density(self, _like(value, self.scale))
 
     return log_prob
+
+
+_ROUNDED = ("amax", "amin", "cumsum", "cumprod", "logsumexp", "logaddexp", "std", "var")
+
+
+@patch(
+    *(f"torch.masked.{name}" for name in _ROUNDED),
+    why="They round results to the dtype of their input, which for a storage format is that of "
+    "the leading component.",
+    loss="these functions of values in storage formats have 8 or 11 bits; give them "
+    "mcf.as_plain(x, torch.float32).",
+)
+def _in_all_bits(found: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(found)
+    def masked(input: Any, *args: Any, dtype: Any = None, **options: Any) -> Any:
+        if isinstance(input, MCFTensor) and input.acts_as == "value":
+            format = input.format
+            if format.arithmetic == "numbers" and dtype in (None, format.dtype):
+                input, dtype = input.to(format.result.dtype), None
+        return found(input, *args, dtype=dtype, **options)
+
+    return masked
