@@ -48,6 +48,11 @@ def _pow(x: Any, exponent: Any) -> Tensor:
     return by_formula("pow", x, exponent)
 
 
+def nearest_value(x: Any, format: Format, device: torch.device | None = None) -> MCFTensor:
+    """Return an operand as a value of a format on its device, or another, rounded to nearest."""
+    return MCFTensor.of(stored_in(x, format, x.device if device is None else device), format)
+
+
 def in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of values that is evaluated with one more term and rounded once."""
 
@@ -58,9 +63,7 @@ def in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
         longer = format.guarded  # type: ignore[attr-defined]
 
         def lengthened(x: Any) -> Any:
-            if not isinstance(x, MCFTensor):
-                return x
-            return MCFTensor.of(stored_in(x, longer, x.device), longer)
+            return nearest_value(x, longer) if isinstance(x, MCFTensor) else x
 
         result = function(*mapped(lengthened, args), **mapped(lengthened, kwargs))
         if isinstance(result, tuple):  # PyTorch's decompositions give tuples with names
@@ -182,9 +185,7 @@ def _times_logarithm(logarithm: Callable[[Tensor], Tensor]) -> Callable[..., Ten
     @in_longer
     def product(x: Any, y: Any) -> Tensor:
         first = expansions((x, y))[0]
-        a, b = (
-            MCFTensor.of(stored_in(z, first._format, first.device), first._format) for z in (x, y)
-        )
+        a, b = (nearest_value(z, first._format, first.device) for z in (x, y))
         return torch.where((a == 0) & ~torch.isnan(b), torch.zeros_like(b * a), a * logarithm(b))
 
     return product
@@ -207,7 +208,7 @@ def _erfinv(x: Tensor) -> Tensor:
         scaled = torch.special.erfcx(y)
         y = y + (torch.log(scaled) - y * y - torch.log(tail)) * scaled * (math.sqrt(math.pi) / 2)
     y = torch.where(small < 0.5, torch.erfinv(small), y)
-    found: Tensor = MCFTensor.of(stored_in(y, format, x.device), format)
+    found: Tensor = nearest_value(y, format)
     half_root = like(x, lambda bits: exact.sqrt(exact.pi(bits), bits) / 2)
     right = BASES[x.dtype].precision - 8
     while right < format.precision:

@@ -23,7 +23,7 @@ BUDGETS = {
     "dispatch": 4400,
     "formats": 1950,
     "kernels": 4200,
-    "meters": 1550,
+    "meters": 1430,
     "operators": 2280,
     "passes": 2350,
     "patches": 1990,
@@ -34,7 +34,7 @@ BUDGETS = {
     "tensor": 3300,
     "tools": 1990,
     "training": 2980,
-    "wide": 5350,
+    "wide": 5320,
 }
 """Lines of a folder. Whoever exceeds one makes another part shorter, or says why in a commit."""
 
@@ -59,7 +59,7 @@ SHARED = {
     "mul": _ALIKE,
     "div": _ALIKE,
     "two_prod": _ALIKE,
-    **dict.fromkeys(("atan", "exp", "log", "zeta"), _AS_CONSTANT),
+    **dict.fromkeys(("atan", "exp", "log"), _AS_CONSTANT),
     **dict.fromkeys(
         ("gelu", "digamma", "ndtr", "softplus", "tanhshrink"),
         "one function, of terms and of float64",
