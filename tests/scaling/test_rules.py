@@ -199,6 +199,19 @@ def test_activations_keep_the_scale(name, s):
     assert_near(made, expected, FLOAT32 * plain(x).abs())
 
 
+LIMITED = {"hardtanh": F.hardtanh, "relu6": F.relu6, "elu": F.elu, "selu": F.selu}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+@FEW
+@given(s=st.integers(-100, 10))
+def test_activations_with_limits_keep_small_numbers(name, s):
+    x = normal(50, exponent=s)
+    expected = LIMITED[name](plain(x))
+    largest = plain(x).abs().max().item()
+    assert_near(LIMITED[name](x), expected, FLOAT32 * expected.abs() + 2.0**-24 * largest)
+
+
 TAILS = {
     "erfc": lambda x: torch.special.erfc(-x),
     "gelu": F.gelu,
