@@ -92,7 +92,6 @@ ALGORITHMS = _by_name(
     aten.smooth_l1_loss.default,
     aten.huber_loss.default,
     aten.binary_cross_entropy.default,
-    aten.binary_cross_entropy_backward.default,
     aten.nll_loss_forward.default,
     aten.nll_loss_backward.default,
     aten.nll_loss2d_forward.default,
