@@ -12,6 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -191,6 +192,19 @@ def _times_logarithm(logarithm: Callable[[Tensor], Tensor]) -> Callable[..., Ten
     return product
 
 
+_LEAST_VARIANCE = float(np.float32(1e-12))
+"""PyTorch's lower limit of x (1 - x) in the gradient of `binary_cross_entropy`."""
+
+
+@in_longer
+def _binary_cross_entropy_backward(
+    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = 1
+) -> Tensor:
+    slope = (x - y) / (x * (1 - x)).clamp(min=_LEAST_VARIANCE)
+    slope = slope if weight is None else slope * weight
+    return grad * slope / (x.numel() if reduction == 1 else 1)
+
+
 _FIRST_STEPS = 6
 """Newton's steps for `erfinv` in one float, from the asymptotic sqrt(-log(erfc))."""
 
@@ -261,6 +275,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "sinc": in_longer(special_functions.sinc),  # torch.sinc
     "special_spherical_bessel_j0": _spherical_bessel_j0,  # torch.special.spherical_bessel_j0
     "erfinv": _erfinv,  # torch.erfinv
+    "binary_cross_entropy_backward": _binary_cross_entropy_backward,  # its gradients
     "xlogy": _times_logarithm(torch.log),  # torch.xlogy
     "special_xlog1py": _times_logarithm(torch.log1p),  # torch.special.xlog1py
     "deg2rad": _degrees_to_radians,  # torch.deg2rad

@@ -248,18 +248,12 @@ def lu_solve(
         return found
     if not left:
         return lu_solve(factors, pivots, b.mT, adjoint=not adjoint).mT
-    size = factors.shape[-1]
-    order = _order_of(pivots, size)
+    order = _order_of(pivots, factors.shape[-1]).unsqueeze(-1)
     if adjoint:
         x = solve_triangular(factors.mT, b, upper=False)
         x = solve_triangular(factors.mT, x, upper=True, unitriangular=True)
-        at = order.argsort(-1)
-    else:
-        at = order
-        x = b
-    x = x.gather(-2, at.unsqueeze(-1).expand(*at.shape, x.shape[-1]))
-    if adjoint:
-        return x
+        return torch.take_along_dim(x, order.argsort(-2), -2)
+    x = torch.take_along_dim(b, order, -2)
     x = solve_triangular(factors, x, upper=False, unitriangular=True)
     return solve_triangular(factors, x, upper=True)
 
