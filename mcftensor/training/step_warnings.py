@@ -34,7 +34,14 @@ from mcftensor.patches.optimizers import (
 )
 from mcftensor.patches.table import calls
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.components import any_format_of, format_of, holder_of, is_held, local
+from mcftensor.tensor.components import (
+    any_format_of,
+    format_of,
+    holder_of,
+    is_held,
+    local,
+    stored_format_of,
+)
 from mcftensor.tensor.implicit_rounding import is_moved
 from mcftensor.training.gradient_hooks import Handle
 from mcftensor.training.state_names import SECOND_MOMENTS
@@ -384,17 +391,15 @@ def warn_of_unheld(optimizer: Optimizer, unheld: Unheld) -> None:
             category, sentence, repair = _UNHELD[kind]
             largest, x = max(new.values(), key=lambda pair: pair[0])
             blocks = [
-                f"{name} of shape {tuple(x.shape)} in {_format_name(x)}: {n} block{'s' * (n > 1)}"
+                f"{name} of shape {tuple(x.shape)} in {stored_format_of(x).name}: {n} "
+                f"block{'s' * (n > 1)}"
                 for name, (n, x) in new.items()
             ]
+            format = stored_format_of(x).name
             told = sentence.format(
-                blocks=some(blocks, 5), names=some(new), largest=largest, format=_format_name(x)
+                blocks=some(blocks, 5), names=some(new), largest=largest, format=format
             )
             warn(f"{type(optimizer).__name__}: {told}. {repair}", category)
-
-
-def _format_name(x: Tensor) -> str:
-    return (any_format_of(x) or PLAIN[x.dtype]).name
 
 
 def _warn_of_vanished(optimizer: Optimizer) -> None:
