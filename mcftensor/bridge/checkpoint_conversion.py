@@ -29,7 +29,7 @@ from mcftensor.formats import PLAIN, Format, bf16i16
 from mcftensor.formats.requirements import require_floats
 from mcftensor.options import say
 from mcftensor.tensor import MCFTensor
-from mcftensor.training.round_trips import components_of, differing, in_format
+from mcftensor.training.format_change import components_of, differing, in_format
 from mcftensor.training.state_names import compact_format
 
 Progress = Callable[[str, int, int], None]

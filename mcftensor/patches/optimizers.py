@@ -307,13 +307,14 @@ def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
 
     def watched(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not _is_as_meant(self):
-            calls.before_step(self, args, kwargs)
+            calls.before_step(self, *args, *kwargs.values())
         result = hooked(self, *args, **kwargs)
         if self in STEPS:
             STEPS[self] += 1
             if STEPS[self] % _OFTEN == 0:
                 calls.now_and_then(self)
-        else:
+        elif self.state or any(p.grad is not None for p in parameters_of(self)):
+            STEPS[self] = 0
             calls.after_step(self)
         return result
 

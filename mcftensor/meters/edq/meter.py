@@ -30,12 +30,7 @@ from mcftensor.patches.optimizers import named_parameters_of, parameters_of, unt
 from mcftensor.tensor.components import format_of
 from mcftensor.training.gradient_hooks import Handle
 from mcftensor.training.shadow import Original, reaches_parameters, require_single
-from mcftensor.training.step_warnings import (
-    warn,
-    warn_of_raised,
-    warn_of_saturation,
-    warn_of_zeros,
-)
+from mcftensor.training.step_warnings import warn, warn_of_unheld
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -399,25 +394,27 @@ class EDQ(Handle):
         totals(chosen)
         self.per_state = {}
         of_all: dict[str, list[Tensor]] = {}
-        saturated: dict[str, tuple[int, Tensor]] = {}
-        raised: dict[str, tuple[int, Tensor]] = {}
-        zeros: dict[str, tuple[float, Tensor]] = {}
+        unheld: dict[str, dict[str, tuple[float, Tensor]]] = {
+            "saturated": {},
+            "raised": {},
+            "zero": {},
+        }
         for s, state in chosen:
-            p, name, row = s.place.parameter, s.place.name, s.rows[state]
+            name, row = s.place.name, s.rows[state]
             one = state_reading(self._steps, [row])
             self.per_state.setdefault(name, {})[state] = one
             of_all.setdefault(state, []).append(row)
-            if one["saturated"]:
-                saturated[f"{state} of {name}"] = one["saturated"], optimizer.state[p][state]
-            elif one["raised"]:
-                raised[f"{state} of {name}"] = one["raised"], optimizer.state[p][state]
             largest = self.per_parameter[name]["largest"] or 0.0
-            if one["zero"] and largest >= _FAR:
-                zeros[f"{state} of {name}"] = largest, optimizer.state[p][state]
+            figures = {
+                "saturated": one["saturated"],
+                "raised": 0 if one["saturated"] else one["raised"],
+                "zero": largest if one["zero"] and largest >= _FAR else 0,
+            }
+            held = optimizer.state[s.place.parameter][state]
+            for kind, figure in figures.items():
+                unheld.setdefault(kind, {})[f"{state} of {name}"] = figure, held
         self.states.append({x: state_reading(self._steps, rows) for x, rows in of_all.items()})
-        warn_of_saturation(optimizer, saturated)
-        warn_of_raised(optimizer, raised)
-        warn_of_zeros(optimizer, zeros)
+        warn_of_unheld(optimizer, unheld)
 
     def _watch(self, place: Place) -> None:
         """Ring the alarm for a parameter that stays frozen."""
