@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from mcftensor.scaling.exponents import (
     times_any_power,
     times_power,
 )
-from mcftensor.scaling.scaled import ScaledTensor, data_of, is_all, is_scaled, made_of
+from mcftensor.scaling.scaled import ScaledTensor, is_all, is_scaled, made_of
 from mcftensor.scaling.scaled_format import FP8, ScaledFormat, of_dtype
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -62,13 +63,9 @@ class Unrounded:
         """Return the same number with an exponent larger by an integer."""
         return replace(self, mantissa=times_power(self.mantissa, -by), exponent=self.exponent + by)
 
-    def to(self, device: torch.device) -> Unrounded:
-        """Return the same number on another device."""
-        if self.mantissa.device == device:
-            return self
-        exponent = self.exponent
-        exponent = exponent.to(device) if isinstance(exponent, Tensor) else exponent
-        return Unrounded(self.mantissa.to(device), exponent, self.placing, self.dtype)
+    def viewed(self, shape: Sequence[int]) -> Unrounded:
+        """Return the same number in another shape."""
+        return replace(self, mantissa=self.mantissa.view(shape))
 
     def plain(self) -> Tensor:
         """Return the numbers in float32, rounded once."""
@@ -185,7 +182,7 @@ def write_to(target: Tensor, x: Unrounded) -> Tensor:
             part.copy_(new)
         mantissa = times_power(mantissa, exponent - raised)
         exponent = raised
-    for part, new in zip(data_of(target), format.store(mantissa), strict=True):
+    for part, new in zip(target._held()[:-1], format.store(mantissa), strict=True):
         part.copy_(new)
     if isinstance(exponent, Tensor):
         target.exponent.copy_(exponent)
@@ -223,10 +220,7 @@ def aligned(operands: Sequence[Any]) -> tuple[Exponent, list[Unrounded]]:
         numbers = [close(x) if x.exponent > least + FAR else x for x in numbers]
     elif len(exponents) > 1:
         numbers = [close(x) if x.mantissa.dim() else x for x in numbers]
-    s: Exponent = ANY
-    for x in numbers:
-        s = largest(s, x.exponent)
-    return s, numbers
+    return functools.reduce(largest, [x.exponent for x in numbers]), numbers
 
 
 def sum_of(x: Any, y: Any) -> Unrounded:

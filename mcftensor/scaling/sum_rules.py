@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.scaling.exponents import half_log2
-from mcftensor.scaling.rule_table import aten, homogeneous, plain_operand, rule
+from mcftensor.scaling.rule_table import aten, homogeneous, rule
 from mcftensor.scaling.scaled_numbers import (
     Unrounded,
     lead,
@@ -55,9 +55,7 @@ def _convolution(x: Any, weight: Any, bias: Any, *how: Any) -> Unrounded:
     made = Unrounded(data, a.exponent + b.exponent).raised(half)
     if bias is None:
         return made
-    added = lead(bias)
-    shape = (-1, *(1 for _ in range(weight.dim() - 2)))
-    return sum_of(made, Unrounded(added.mantissa.view(shape), added.exponent))
+    return sum_of(made, lead(bias).viewed((-1, *(1 for _ in range(weight.dim() - 2)))))
 
 
 def _contracted(weight: Tensor, transposed: bool, groups: int) -> int:
@@ -185,8 +183,5 @@ def _vector_norm(
     return _of_reduction(Unrounded(norm, exponent), dtype or default)
 
 
-@rule(aten.logsumexp)
-def _logsumexp(x: Any, dim: Dims, keepdim: bool = False) -> Unrounded:
-    """Compute in float32, at a scale near 1 like log softmax."""
-    made = aten.logsumexp(plain_operand(x), dim, keepdim)
-    return Unrounded(made, 0, "to fit")
+# At a scale near 1, like log softmax.
+homogeneous(aten.logsumexp, degree=None, placing="to fit")

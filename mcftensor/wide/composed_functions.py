@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mcftensor.dispatch.operands import expansions, stored_in
+from mcftensor.dispatch.operands import expansions
 from mcftensor.dispatch.system import WIDE
 from mcftensor.dispatch.torch_functions import OF_TORCH_2_13
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import exact_constants as exact
-from mcftensor.wide.elementary import bits_of_constants, constant_in
+from mcftensor.wide.elementary import constant_in, like, nearest_value
 
 
 def _quantile(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,8 +25,7 @@ def _quantile(func: Callable[..., Any]) -> Callable[..., Any]:
 
     def of_values(x: Tensor, q: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, MCFTensor) and not isinstance(q, MCFTensor):
-            format = x.format.nearest
-            q = MCFTensor.of(stored_in(q, format, x.device), format)
+            q = nearest_value(q, x.format.nearest, x.device)
         return func(x, q, *args, **kwargs)
 
     return of_values
@@ -54,9 +53,9 @@ def _attention(
     """Return attention by the operations that PyTorch's kernels fuse."""
     by_parts = torch.ops.aten._scaled_dot_product_attention_math
     if options.get("scale") is None and isinstance(query, MCFTensor):
-        bits = bits_of_constants(query._format)
-        root = exact.sqrt(Fraction(1, query.shape[-1]), bits)
-        query, options = query * constant_in(query._format, root, query.device), {"scale": 1.0}
+        share = Fraction(1, query.shape[-1])
+        query = query * like(query, lambda bits: exact.sqrt(share, bits))
+        options = {"scale": 1.0}
     made: Tensor = by_parts(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
     return made
 
@@ -74,8 +73,11 @@ def _attention_of_heads(*given: Any, **options: Any) -> Any:
     count, device = call["embed_dim_to_check"], call["query"].device
     features = count // call["num_heads"]
     used = Fraction(math.sqrt(1 / features))
-    right = exact.sqrt(Fraction(1, features), bits_of_constants(format))
-    factor = constant_in(format, right / used, device).expand(count)
+
+    def lacking(bits: int) -> Fraction:
+        return exact.sqrt(Fraction(1, features), bits) / used
+
+    factor = constant_in(format, lacking, device).expand(count)
     factors = torch.cat([factor, torch.ones_like(factor), torch.ones_like(factor)])
     if call["use_separate_proj_weight"]:
         call["q_proj_weight"] = call["q_proj_weight"] * factor.unsqueeze(1)

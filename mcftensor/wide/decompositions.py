@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mcftensor.arithmetic.special_functions import reduced
-from mcftensor.wide.elementary import in_longer
+from mcftensor.wide import exact_constants as exact
+from mcftensor.wide.elementary import in_longer, like
 
 aten = torch.ops.aten
 
@@ -25,7 +27,8 @@ aten = torch.ops.aten
 def _decomposed(func: Any) -> Callable[..., Any]:
     @in_longer
     def evaluated(*args: Any, **kwargs: Any) -> Any:
-        return decomposition(func)(*args, **kwargs)
+        with torch._C._EnableTorchFunction():  # where a number enters before it is rounded
+            return decomposition(func)(*args, **kwargs)
 
     return evaluated
 
@@ -96,7 +99,6 @@ ALGORITHMS = _by_name(
     aten.nll_loss2d_backward.default,
     aten.relu.default,  # activations of nn
     aten._softmax.default,
-    aten._softmax_backward_data.default,
     aten.native_dropout_backward.default,
     aten.sigmoid_backward.default,
     aten.silu_backward.default,
@@ -137,10 +139,6 @@ ALGORITHMS = _by_name(
     aten.addr.default,  # torch.addr
     aten.index_add.default,  # x.index_add, gradients of x.index_select
     aten.unfold_backward.default,  # gradients of x.unfold
-    aten.max_pool2d_with_indices_backward.default,  # gradients of F.max_pool2d
-    aten.reflection_pad1d_backward.default,  # gradients of F.pad
-    aten.reflection_pad2d_backward.default,
-    aten.reflection_pad3d_backward.default,
 )
 """Decompositions by the names of aten operators."""
 
@@ -184,6 +182,13 @@ def _multilabel_margin_loss(
     means = margins.masked_fill(~counts, 0.0).sum((1, 2)) / rows.shape[1]
     losses = reduced(means.reshape(x.shape[:-1]), reduction)
     return losses, is_target.to(x.dtype).reshape(target.shape)
+
+
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        return x * torch.special.ndtr(x)
+    root = like(x, lambda bits: exact.sqrt(8 / exact.pi(bits), bits))
+    return x * torch.sigmoid(root * x * (1 + like(x, Fraction("0.044715")) * x * x))
 
 
 # -------------------------------------------------------------------------- gradients of norms
@@ -285,6 +290,7 @@ def _col2im(x: Tensor, *args: Any) -> Tensor:
 
 
 ALGORITHMS |= {
+    "gelu_backward": gradient_of(_gelu),  # of F.gelu
     "mse_loss_backward": gradient_of(aten.mse_loss.default),  # gradients of F.mse_loss
     "smooth_l1_loss_backward": gradient_of(aten.smooth_l1_loss.default),  # of F.smooth_l1_loss
     "huber_loss_backward": gradient_of(aten.huber_loss.default),  # of F.huber_loss

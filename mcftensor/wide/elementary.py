@@ -24,6 +24,9 @@ from mcftensor.passes.operators import FUNCTIONS, Number, Operator
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import exact_constants as exact
 
+ConstantOfBits = exact.Constant | Callable[[int], Fraction]
+"""A constant, or a function that returns it with a number of bits."""
+
 
 def _function(row: Operator) -> Callable[..., MCFTensor]:
     def function(*operands: Any) -> MCFTensor:
@@ -45,6 +48,11 @@ def _pow(x: Any, exponent: Any) -> Tensor:
     return by_formula("pow", x, exponent)
 
 
+def nearest_value(x: Any, format: Format, device: torch.device | None = None) -> MCFTensor:
+    """Return an operand as a value of a format on its device, or another, rounded to nearest."""
+    return MCFTensor.of(stored_in(x, format, x.device if device is None else device), format)
+
+
 def in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of values that is evaluated with one more term and rounded once."""
 
@@ -55,9 +63,7 @@ def in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
         longer = format.guarded  # type: ignore[attr-defined]
 
         def lengthened(x: Any) -> Any:
-            if not isinstance(x, MCFTensor):
-                return x
-            return MCFTensor.of(stored_in(x, longer, x.device), longer)
+            return nearest_value(x, longer) if isinstance(x, MCFTensor) else x
 
         result = function(*mapped(lengthened, args), **mapped(lengthened, kwargs))
         if isinstance(result, tuple):  # PyTorch's decompositions give tuples with names
@@ -70,12 +76,6 @@ def in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # -------------------------------------------------------------------------------- activations
-
-
-def _root(x: Tensor) -> Tensor:
-    """Return the root of e^min(x, 0): products with a power that underflows keep their digits, if
-    its root is multiplied twice."""
-    return torch.exp(torch.where(x < 0, x, torch.zeros_like(x)) / 2)
 
 
 @in_longer
@@ -99,36 +99,16 @@ def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     return by_formula("gelu_tanh" if approximate == "tanh" else "gelu", x)
 
 
-@in_longer
-def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
-    """Return the gradient of x F(x), with F the normal distribution or the logistic function of a
-    cubic.
-    """
-    bits = _bits_of(x)
-    if approximate == "tanh":
-        root, cubic = (
-            like(x, y) for y in (exact.sqrt(8 / exact.pi(bits), bits), Fraction("0.044715"))
-        )
-        square = x * x
-        z = root * x * (1 + cubic * square)
-        slope = 1 + x * torch.sigmoid(-z) * root * (1 + 3 * cubic * square)
-        return grad * slope * torch.sigmoid(z.abs()) * _root(z) * _root(z)
-    half, density = (
-        like(x, y)
-        for y in (exact.sqrt(Fraction(1, 2), bits), exact.sqrt(1 / exact.pi(bits) / 2, bits))
-    )
-    return grad * (torch.erfc(-x * half) / 2 + x * density * torch.exp(-x * x / 2))
-
-
-def like(x: Tensor, value: Fraction) -> MCFTensor:
+def like(x: Tensor, value: ConstantOfBits) -> MCFTensor:
     """Return a constant in the format of x, on its device."""
     return constant_in(x._format, value, x.device)  # type: ignore[attr-defined]
 
 
-def constant_in(format: Format, value: Fraction, device: torch.device) -> MCFTensor:
-    """Return a constant as an expansion without dimensions."""
+def constant_in(format: Format, value: ConstantOfBits, device: torch.device) -> MCFTensor:
+    """Return a constant, or a function of the number of its bits, without dimensions."""
     base = BASES[format.dtype]
-    floats = exact.floats_of(value, base.precision, len(format.components))
+    number = value(format.precision + 2 * base.precision) if callable(value) else value
+    floats = exact.floats_of(number, base.precision, len(format.components))
     terms = [torch.tensor(y, dtype=base.dtype, device=device) for y in floats]
     return MCFTensor.of(terms, format.nearest)
 
@@ -205,9 +185,7 @@ def _times_logarithm(logarithm: Callable[[Tensor], Tensor]) -> Callable[..., Ten
     @in_longer
     def product(x: Any, y: Any) -> Tensor:
         first = expansions((x, y))[0]
-        a, b = (
-            MCFTensor.of(stored_in(z, first._format, first.device), first._format) for z in (x, y)
-        )
+        a, b = (nearest_value(z, first._format, first.device) for z in (x, y))
         return torch.where((a == 0) & ~torch.isnan(b), torch.zeros_like(b * a), a * logarithm(b))
 
     return product
@@ -230,9 +208,8 @@ def _erfinv(x: Tensor) -> Tensor:
         scaled = torch.special.erfcx(y)
         y = y + (torch.log(scaled) - y * y - torch.log(tail)) * scaled * (math.sqrt(math.pi) / 2)
     y = torch.where(small < 0.5, torch.erfinv(small), y)
-    found: Tensor = MCFTensor.of(stored_in(y, format, x.device), format)
-    bits = format.precision + 64
-    half_root = like(x, exact.sqrt(exact.pi(bits), bits) / 2)
+    found: Tensor = nearest_value(y, format)
+    half_root = like(x, lambda bits: exact.sqrt(exact.pi(bits), bits) / 2)
     right = BASES[x.dtype].precision - 8
     while right < format.precision:
         error = torch.where(size < 0.5, size - torch.erf(found), torch.erfc(found) - rest)
@@ -246,28 +223,20 @@ def _erfinv(x: Tensor) -> Tensor:
 
 @in_longer
 def _degrees_to_radians(x: Tensor) -> Tensor:
-    return x * like(x, exact.pi(_bits_of(x)) / 180)
+    return x * like(x, lambda bits: exact.pi(bits) / 180)
 
 
 @in_longer
 def _radians_to_degrees(x: Tensor) -> Tensor:
-    return x * like(x, 180 / exact.pi(_bits_of(x)))
+    return x * like(x, lambda bits: 180 / exact.pi(bits))
 
 
 @in_longer
 def _mvlgamma(x: Tensor, p: int) -> Tensor:
     halves = torch.arange(1 - p, 1, dtype=x.dtype, device=x.device) / 2
-    rest = like(x, Fraction(p * (p - 1), 4) * exact.log(exact.pi(_bits_of(x) + 8), _bits_of(x)))
+    share = Fraction(p * (p - 1), 4)
+    rest = like(x, lambda bits: share * exact.log(exact.pi(bits + 8), bits))
     return torch.lgamma(x.unsqueeze(-1) + halves).sum(-1) + rest
-
-
-def _bits_of(x: Tensor) -> int:
-    return bits_of_constants(x._format)  # type: ignore[attr-defined]
-
-
-def bits_of_constants(format: Format) -> int:
-    """Return the bits that a constant needs to be rounded to a format."""
-    return format.precision + 2 * BASES[format.dtype].precision
 
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
@@ -277,7 +246,6 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "logsumexp": in_longer(special_functions.logsumexp),  # x.logsumexp
     "logaddexp2": in_longer(special_functions.logaddexp2),  # torch.logaddexp2
     "gelu": _gelu,  # F.gelu
-    "gelu_backward": _gelu_backward,  # gradients of F.gelu
     "polygamma": _polygamma,  # gradients of torch.digamma
     "polygamma_": lambda x, n: _polygamma(n, x),  # x.polygamma_
     "elu": _elu,  # F.elu, F.selu
@@ -300,6 +268,10 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "mvlgamma": _mvlgamma,  # torch.mvlgamma
     # Gradients of the functions of these names.
     "hardsigmoid_backward": in_longer(special_functions.hardsigmoid_backward),
+    # PyTorch decomposes it into a difference of products, which cancels.
+    "_softmax_backward_data": in_longer(
+        lambda grad, y, dim, dtype: y * (grad - (grad * y).sum(dim, keepdim=True))
+    ),
     "_log_softmax_backward_data": in_longer(special_functions.log_softmax_backward),
 }
 """Algorithms by the names of aten operators."""

@@ -23,19 +23,13 @@ from mcftensor.dispatch.derivatives import (
     functions,
     given_by_name,
 )
-from mcftensor.dispatch.operands import stored_in
 from mcftensor.formats import Format, named
 from mcftensor.kernels.columns import is_wrapped
 from mcftensor.operators.own_functions import by_formula
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import beyond_float64
 from mcftensor.wide import exact_constants as exact
-from mcftensor.wide.elementary import bits_of_constants, constant_in, in_longer, like
-
-
-def _constant(of_bits: Callable[[int], Any], format: Format, device: torch.device) -> MCFTensor:
-    """Return a constant as an expansion without dimensions."""
-    return constant_in(format, of_bits(bits_of_constants(format)), device)
+from mcftensor.wide.elementary import constant_in, in_longer, like, nearest_value
 
 
 @in_longer
@@ -45,7 +39,7 @@ def _exp_of_square(factor: float, x: Tensor) -> Tensor:
 
 def _bell(x: Tensor, factor: float, square: Callable[[Any], Any], format: Format) -> Tensor:
     """Return exp(factor x²) times the root of a function of pi."""
-    root = _constant(lambda bits: exact.sqrt(square(exact.pi(bits)), bits), format, x.device)
+    root = constant_in(format, lambda bits: exact.sqrt(square(exact.pi(bits)), bits), x.device)
     return differentiated(f"exp({factor} x²)", format, x) * root
 
 
@@ -61,7 +55,7 @@ def _bend_of_gelu(x: Tensor, y: Tensor, format: Format) -> Tensor:
 
 def _bend_of_gelu_tanh(x: Tensor, y: Tensor, format: Format) -> Tensor:
     """Return the second derivative of x s(z), with s the logistic function, z = r x (1 + c x²)."""
-    root = _constant(lambda bits: exact.sqrt(8 / exact.pi(bits), bits), format, x.device)
+    root = constant_in(format, lambda bits: exact.sqrt(8 / exact.pi(bits), bits), x.device)
     cubic = like(x, Fraction("0.044715"))
     z, slope, bend = (
         root * x * (1 + cubic * x * x),
@@ -80,7 +74,7 @@ def _slope_of_sinc(x: Tensor) -> Tensor:
     """(cos(pi x) - sinc(x)) / x, from the exact distance to the nearest integer; near 0 by the
     series.
     """
-    pi = _constant(exact.pi, x._format, x.device)  # type: ignore[attr-defined]
+    pi = constant_in(x._format, exact.pi, x.device)  # type: ignore[attr-defined]
     is_small = x.abs() < _SERIES
     large = torch.where(is_small, torch.ones_like(x), x)
     whole = large.round()
@@ -95,7 +89,7 @@ def _slope_of_sinc(x: Tensor) -> Tensor:
 
 def _bend_of_sinc(x: Tensor, y: Tensor, format: Format) -> Tensor:
     """Return the derivative of the slope y of sinc: -pi² sinc(x) - 2 y / x."""
-    square = _constant(exact.pi, format, x.device).square()
+    square = constant_in(format, exact.pi, x.device).square()
     is_zero = x == 0
     bend = -square * differentiated("sinc", format, x) - 2 * y / torch.where(
         is_zero, torch.ones_like(x), x
@@ -104,12 +98,10 @@ def _bend_of_sinc(x: Tensor, y: Tensor, format: Format) -> Tensor:
 
 
 _EXACT: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
-    "exp2": lambda x, y, format: y * _constant(functools.partial(exact.log, 2), format, x.device),
-    "log2": lambda x, y, format: (
-        1 / (x * _constant(functools.partial(exact.log, 2), format, x.device))
-    ),
+    "exp2": lambda x, y, format: y * constant_in(format, exact.log_2, x.device),
+    "log2": lambda x, y, format: 1 / (x * constant_in(format, exact.log_2, x.device)),
     "log10": lambda x, y, format: (
-        1 / (x * _constant(functools.partial(exact.log, 10), format, x.device))
+        1 / (x * constant_in(format, lambda bits: exact.log(10, bits), x.device))
     ),
     "erf": lambda x, y, format: _bell(x, -1, lambda pi: 4 / pi, format),
     "erfc": lambda x, y, format: -_bell(x, -1, lambda pi: 4 / pi, format),
@@ -126,10 +118,10 @@ _EXACT: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
     "gelu tanh": lambda x, y, format: differentiated("slope of gelu tanh", format, x),
     "slope of gelu tanh": _bend_of_gelu_tanh,
     "deg2rad": lambda x, y, format: (
-        torch.ones_like(x) * _constant(lambda bits: exact.pi(bits) / 180, format, x.device)
+        torch.ones_like(x) * constant_in(format, lambda bits: exact.pi(bits) / 180, x.device)
     ),
     "rad2deg": lambda x, y, format: (
-        torch.ones_like(x) * _constant(lambda bits: 180 / exact.pi(bits), format, x.device)
+        torch.ones_like(x) * constant_in(format, lambda bits: 180 / exact.pi(bits), x.device)
     ),
 }
 DERIVATIVES.update(_EXACT)
@@ -211,18 +203,13 @@ def _entered(x: Any, format: Format, device: torch.device) -> Tensor:
     is_followed = isinstance(x, Tensor) and (x.requires_grad or is_wrapped(x))
     if isinstance(x, MCFTensor) or is_followed:
         return x
-    return MCFTensor.of(stored_in(x, format.nearest, device), format.nearest)
-
-
-def _whole_number(x: Any, format: Format, device: torch.device) -> MCFTensor:
-    """Return a number with all its bits as an expansion without dimensions."""
-    return constant_in(format, Fraction(x), device)
+    return nearest_value(x, format.nearest, device)
 
 
 def _lerp(format: Format, x: Tensor, end: Tensor, weight: Any) -> Tensor:
     """Return x + weight (end - x). Of a weight that is a number, PyTorch rounds 1 - weight."""
     is_number = not isinstance(weight, Tensor)
-    return torch.lerp(x, end, _whole_number(weight, format, x.device) if is_number else weight)
+    return torch.lerp(x, end, constant_in(format, weight, x.device) if is_number else weight)
 
 
 def _spread(
@@ -263,11 +250,11 @@ def _lp_pool(
     if math.isinf(norm_type) or norm_type == 1:
         return pool(x, norm_type, *args, **kwargs)
     sums = pool(torch.pow(x, norm_type), 1, *args, **kwargs)
-    return torch.pow(sums, _whole_number(1 / Fraction(norm_type), format, x.device))
+    return torch.pow(sums, constant_in(format, 1 / Fraction(norm_type), x.device))
 
 
 def _half_log_of_two_pi(format: Format, device: torch.device) -> MCFTensor:
-    return _constant(lambda bits: exact.log(2 * exact.pi(bits + 8), bits) / 2, format, device)
+    return constant_in(format, lambda bits: exact.log(2 * exact.pi(bits + 8), bits) / 2, device)
 
 
 def _gaussian_nll_loss(format: Format, *args: Any, **kwargs: Any) -> Tensor:
@@ -285,7 +272,7 @@ def _poisson_nll_loss(format: Format, *args: Any, **kwargs: Any) -> Tensor:
     if not given["full"]:
         return F.poisson_nll_loss(**given)
     loss = F.poisson_nll_loss(**given | {"full": False, "reduction": "none"})
-    is_large, one = given["target"] > 1, _whole_number(1, format, loss.device)
+    is_large, one = given["target"] > 1, constant_in(format, 1, loss.device)
     target = torch.where(is_large, given["target"], one)
     log = torch.log(target)
     stirling = target * log - target + log / 2 + _half_log_of_two_pi(format, loss.device)
@@ -300,14 +287,14 @@ def _cross_entropy(format: Format, *args: Any, **kwargs: Any) -> Tensor:
     given["label_smoothing"] = 0.0
     if not smoothing or not isinstance(x, MCFTensor):
         return F.cross_entropy(**given | {"label_smoothing": smoothing})
-    share, classes = _whole_number(smoothing, format, x.device), x.shape[min(1, x.dim() - 1)]
+    share, classes = constant_in(format, smoothing, x.device), x.shape[min(1, x.dim() - 1)]
     if target.is_floating_point():
         return F.cross_entropy(**given | {"target": target * (1 - share) + share / classes})
     # The loss is linear in the smoothing. At 1 it has the rounded 1 / classes as a factor.
     others = F.cross_entropy(**given | {"label_smoothing": 1.0})
     factor = Fraction(smoothing) / (classes * Fraction(1 / classes))
     own = F.cross_entropy(**given) * (1 - share)
-    return own + others * _whole_number(factor, format, x.device)
+    return own + others * constant_in(format, factor, x.device)
 
 
 _WITHOUT_CONSTANTS: dict[Callable[..., Any], Callable[..., Any]] = {

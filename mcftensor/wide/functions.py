@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mcftensor.arithmetic import networks
+import torch
+
 from mcftensor.arithmetic.network_numbers import Terms
 from mcftensor.arithmetic.number_protocol import Number
 from mcftensor.wide import (
@@ -16,18 +17,25 @@ from mcftensor.wide import (
     logarithms,
     trigonometry,
 )
+from mcftensor.wide.exponentials import Result
+from mcftensor.wide.guarded import Guarded, finish
 
 
-def _of_terms(function: Callable[..., networks.Terms]) -> Callable[..., Number]:
-    """Turn a function of terms into a function of network numbers."""
+def _of_terms(function: Callable[..., Result]) -> Callable[..., Number]:
+    """Turn a function of guarded numbers into a function of network numbers."""
 
     def of_numbers(*operands: Number) -> Number:
-        return Terms(function(*(x.floats for x in operands)))
+        entered = [Guarded(x.floats, len(x.floats) + 1) for x in operands]
+        value, plain = function(*entered)
+        if len(entered) == 1:
+            leading = entered[0].leading
+            plain = torch.where(torch.isnan(leading), leading, plain)
+        return Terms(finish(value, plain))
 
     return of_numbers
 
 
-_FUNCTIONS: dict[str, Callable[..., networks.Terms]] = {
+_FUNCTIONS: dict[str, Callable[..., Result]] = {
     "exp": exponentials.exp,
     "exp2": exponentials.exp2,
     "expm1": exponentials.expm1,

@@ -1,8 +1,8 @@
-"""Expansions with a guard term, in which elementary functions are evaluated.
+"""Numbers with a guard term, in which elementary functions are evaluated.
 
-A function of n terms is evaluated in m = n + 1 terms of the same base. The operations cost less
-than in `networks.py`: operands and results lie near 1, so that nothing overflows, and the error of
-an operation, a few u^m, lies far below the last term of the function's result. Only `finish`
+A function of n terms is evaluated in n + 1 terms of the same base. The operations cost less than in
+`networks.py`: operands and results lie near 1, so that nothing overflows, and the error of an
+operation, a few u^(n + 1), lies far below the last term of the function's result. Only `finish`
 returns normalized terms. All operations are additions, products and quotients of the base. So
 float32 needs no float64, and compiled code has the bits of eager PyTorch.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -33,9 +34,113 @@ SPARE = 20
 """Bits of an evaluation beyond those of the result."""
 
 
-def precision_of(x: Tensor) -> int:
-    """Significand bits of a term."""
-    return BASES[x.dtype].precision
+class Guarded:
+    """A number as terms of a base, leading term first.
+
+    The results of operations have `count` terms, and operands at most as many. Other operands are
+    floats of the base, as tensors or Python numbers, and fractions.
+    """
+
+    __slots__ = ("count", "terms")
+
+    def __init__(self, terms: Sequence[Tensor], count: int) -> None:
+        self.terms, self.count = tuple(terms), count
+
+    @property
+    def leading(self) -> Tensor:
+        """The leading term."""
+        return self.terms[0]
+
+    @property
+    def base(self) -> Base:
+        """The base of the terms."""
+        return BASES[self.leading.dtype]
+
+    @property
+    def bits(self) -> int:
+        """The bits to which constants are needed."""
+        return self.count * self.base.precision + 32
+
+    @property
+    def wanted(self) -> int:
+        """The bits of an evaluation."""
+        return (self.count - 1) * self.base.precision + SPARE
+
+    def like(self, terms: Sequence[Tensor]) -> Guarded:
+        """Terms as a number that is computed to as many terms."""
+        return Guarded(terms, self.count)
+
+    def of(self, value: Guarded | Tensor | Constant | Callable[[int], Fraction]) -> Guarded:
+        """An operand as a number; a function of a number of bits is a constant."""
+        if isinstance(value, Guarded):
+            return value
+        if isinstance(value, Tensor):
+            return self.like([value])
+        if isinstance(value, (int, float)):
+            return self.like([constant(value, self.leading)])
+        exact = value if isinstance(value, Fraction) else value(self.bits)
+        floats = floats_of(exact, self.base.precision, self.count)
+        return self.like([constant(x, self.leading) for x in floats])
+
+    def chosen(self, table: Sequence[Constant], bits: Tensor) -> Guarded:
+        """The entry of a table at each element, by the last bits of `bits`."""
+        return self.like(chosen(table, bits, self.count, self.leading))
+
+    def __neg__(self) -> Guarded:
+        return self.like([-x for x in self.terms])
+
+    def __abs__(self) -> Guarded:
+        return where(torch.signbit(self.leading), -self, self)
+
+    def __add__(self, y: Guarded | Tensor | Constant) -> Guarded:
+        """x + y, with an error of a few u^count of the larger one."""
+        return self.like(_sum(self.terms, self.of(y).terms, self.count))
+
+    __radd__ = __add__
+
+    def __sub__(self, y: Guarded | Tensor | Constant) -> Guarded:
+        return self + -self.of(y)
+
+    def __rsub__(self, y: Tensor | Constant) -> Guarded:
+        return self.of(y) + -self
+
+    def __mul__(self, y: Guarded | Tensor | Constant) -> Guarded:
+        """x * y, with an error of a few u^count."""
+        return self.like(_product(self.terms, self.of(y).terms, self.count))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, y: Guarded | Tensor | Constant) -> Guarded:
+        """x / y by long division, with an error of a few u^count."""
+        y, digits, rest = self.of(y), [], self
+        for i in range(self.count):
+            digit = rest.leading / y.leading
+            digits.append(digit)
+            if i + 1 < self.count:
+                rest = rest - y.of(digit) * y
+        return self.like(gathered(digits, self.count))
+
+    def __rtruediv__(self, y: Tensor | Constant) -> Guarded:
+        return self.of(y) / self
+
+    def sqrt(self) -> Guarded:
+        """The square root of a number above 0, by Newton steps, with an error of a few u^count."""
+        leading = eft.sqrt(self.leading)
+        root = self.like([leading])
+        for _ in range(self.count - 1):
+            rest = self - root * root
+            terms = [*root.terms, rest.leading / (leading + leading)]
+            root = self.like(gathered(terms, len(terms)))
+        return root
+
+    def times(self, factor: float | Tensor) -> Guarded:
+        """The number times a power of two."""
+        return self.like([x * factor for x in self.terms])
+
+    def scaled(self, exponent: Tensor) -> Guarded:
+        """The number times 2^exponent, even where 2^exponent is out of range."""
+        half, _ = to_integer(exponent * 0.5)
+        return self.times(power_of_two(half)).times(power_of_two(exponent - half))
 
 
 def constant(value: float, like: Tensor) -> Tensor:
@@ -43,12 +148,34 @@ def constant(value: float, like: Tensor) -> Tensor:
     return torch.scalar_tensor(value, dtype=like.dtype, device=like.device)
 
 
-def constants(value: Constant, count: int, like: Tensor) -> Terms:
-    """A constant as `count` terms."""
-    return tuple(constant(x, like) for x in floats_of(value, precision_of(like), count))
+def where(
+    condition: Tensor, x: Guarded | Tensor | Constant, y: Guarded | Tensor | Constant
+) -> Guarded:
+    """x where the condition holds, else y; missing terms are zero."""
+    like = x if isinstance(x, Guarded) else y
+    assert isinstance(like, Guarded)
+    rows = [like.of(z).terms for z in (x, y)]
+    count = max(map(len, rows))
+    rows = [(*z, *[torch.zeros_like(z[0])] * (count - len(z))) for z in rows]
+    return like.like([torch.where(condition, a, b) for a, b in zip(*rows, strict=True)])
 
 
-# ------------------------------------------------------------------------------------ operations
+def finish(x: Guarded, plain: Tensor) -> Terms:
+    """Return normalized terms, or the plain result where it is zero or not finite.
+
+    Tails more than 12 bits below the last of these terms are noise. They are replaced by zero, so
+    that integer results are exact.
+    """
+    leading, *tails = x.terms
+    terms = x.count - 1
+    least = leading.abs() * 2.0 ** -(terms * x.base.precision + 12)
+    tails = [torch.where(term.abs() < least, 0.0, term) for term in tails]
+    decides = (plain == 0) | ~torch.isfinite(plain)
+    values = [torch.where(decides, plain, leading), *(torch.where(decides, 0.0, t) for t in tails)]
+    return networks.replace_nonfinite(networks.distill(values, terms), plain)
+
+
+# ------------------------------------------------------------------------------------------ terms
 
 
 def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +186,7 @@ def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _halves(a: Tensor) -> tuple[Tensor, Tensor]:
-    c = a * (2.0 ** ((precision_of(a) + 1) // 2) + 1)
+    c = a * (2.0 ** ((BASES[a.dtype].precision + 1) // 2) + 1)
     high = c - (c - a)
     return high, a - high
 
@@ -94,8 +221,7 @@ def _by_levels(levels: list[list[Tensor]], count: int) -> Terms:
     return gathered(sums, count)
 
 
-def add(x: Terms, y: Terms, count: int) -> Terms:
-    """x + y, with an error of a few u^count of the larger one."""
+def _sum(x: Terms, y: Terms, count: int) -> Terms:
     levels: list[list[Tensor]] = [[] for _ in range(count + 1)]
     for z in (x, y):
         for level, term in enumerate(z[:count]):
@@ -103,8 +229,7 @@ def add(x: Terms, y: Terms, count: int) -> Terms:
     return _by_levels(levels, count)
 
 
-def mul(x: Terms, y: Terms, count: int) -> Terms:
-    """x * y, with an error of a few u^count."""
+def _product(x: Terms, y: Terms, count: int) -> Terms:
     levels: list[list[Tensor]] = [[] for _ in range(count + 1)]
     for i, a in enumerate(x[:count]):
         for j, b in enumerate(y[: count - i]):
@@ -117,74 +242,11 @@ def mul(x: Terms, y: Terms, count: int) -> Terms:
     return _by_levels(levels, count)
 
 
-def times(x: Terms, factor: float | Tensor) -> Terms:
-    """x times a power of two."""
-    return tuple(term * factor for term in x)
-
-
-def neg(x: Terms) -> Terms:
-    """-x."""
-    return tuple(-term for term in x)
-
-
-def size_of(x: Terms) -> Terms:
-    """|x|."""
-    return where(torch.signbit(x[0]), neg(x), x)
-
-
-def sub(x: Terms, y: Terms, count: int) -> Terms:
-    """x - y, with an error of a few u^count of the larger one."""
-    return add(x, neg(y), count)
-
-
-def div(x: Terms, y: Terms, count: int) -> Terms:
-    """x / y by long division, with an error of a few u^count."""
-    digits: list[Tensor] = []
-    rest = x
-    for i in range(count):
-        digit = rest[0] / y[0]
-        digits.append(digit)
-        if i + 1 < count:
-            rest = sub(rest, mul((digit,), y, count), count)
-    return gathered(digits, count)
-
-
-def sqrt(x: Terms, count: int) -> Terms:
-    """The square root of a number above 0, by Newton steps, with an error of a few u^count."""
-    leading = eft.sqrt(x[0])
-    root: Terms = (leading,)
-    for _ in range(count - 1):
-        rest = sub(x, mul(root, root, count), count)
-        root = gathered([*root, rest[0] / (leading + leading)], len(root) + 1)
-    return root
-
-
-def where(condition: Tensor, x: Terms, y: Terms) -> Terms:
-    """x where the condition holds, else y; missing terms are zero."""
-    count = max(len(x), len(y))
-    x, y = ((*z, *[torch.zeros_like(z[0])] * (count - len(z))) for z in (x, y))
-    return tuple(torch.where(condition, a, b) for a, b in zip(x, y, strict=True))
-
-
-def finish(x: Terms, terms: int, plain: Tensor) -> Terms:
-    """Return normalized terms, or the plain result where it is zero or not finite.
-
-    Tails more than 12 bits below the last of these terms are noise. They are replaced by zero, so
-    that integer results are exact.
-    """
-    leading, *tails = x
-    least = leading.abs() * 2.0 ** -(terms * precision_of(leading) + 12)
-    tails = [torch.where(term.abs() < least, 0.0, term) for term in tails]
-    decides = (plain == 0) | ~torch.isfinite(plain)
-    values = [torch.where(decides, plain, leading), *(torch.where(decides, 0.0, t) for t in tails)]
-    return networks.replace_nonfinite(networks.distill(values, terms), plain)
-
-
 # ------------------------------------------------------------------------- integers and exponents
 
 
 def _magic(like: Tensor) -> float:
-    return 1.5 * 2.0 ** (precision_of(like) - 1)
+    return 1.5 * 2.0 ** (BASES[like.dtype].precision - 1)
 
 
 def to_integer(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,12 +262,6 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return (shifted.view(base.integer) << (base.precision - 1)).view(exponent.dtype)
 
 
-def scaled(x: Terms, exponent: Tensor) -> Terms:
-    """x * 2^exponent, even where 2^exponent is out of range."""
-    half, _ = to_integer(exponent * 0.5)
-    return times(times(x, power_of_two(half)), power_of_two(exponent - half))
-
-
 def exponent_of(x: Tensor) -> Tensor:
     """The exponent e of normal numbers x, with 2^e <= |x| < 2^(e + 1)."""
     base = BASES[x.dtype]
@@ -218,7 +274,7 @@ def exponent_of(x: Tensor) -> Tensor:
 
 def chosen(table: Sequence[Constant], bits: Tensor, count: int, like: Tensor) -> Terms:
     """Look up entries of a table of at most 2^k constants by the last k bits of `bits`."""
-    entries = [floats_of(value, precision_of(like), count) for value in table]
+    entries = [floats_of(value, BASES[like.dtype].precision, count) for value in table]
     masks = [(bits & (1 << i)) != 0 for i in range((len(table) - 1).bit_length())]
     return tuple(_chosen([x[i] for x in entries], masks, like) for i in range(count))
 
@@ -237,29 +293,26 @@ Coefficients = Callable[[int, Base, int], Sequence[Constant]]
 
 
 def polynomial(
-    x: Terms,
-    coefficients: Coefficients,
-    log2_x: float,
-    terms: int,
-    bits: Tensor | None = None,
-) -> Terms:
-    """Sum c_k x^k for |x| <= 2^log2_x, to the bits that a function of `terms` terms needs.
+    x: Guarded, coefficients: Coefficients, log2_x: float, bits: Tensor | None = None
+) -> Guarded:
+    """Sum c_k x^k for |x| <= 2^log2_x, to the bits that a function needs.
 
     The last bits of `bits` choose one of several polynomials. One of the first two parts of a sum
     must have its magnitude.
     """
-    like = x[0]
-    rows, widths = _affecting(coefficients, log2_x, BASES[like.dtype], terms)
+    like, base = x.leading, x.base
+    rows, widths = _affecting(coefficients, log2_x, base, x.count - 1)
 
     def coefficient(k: int) -> Terms:
-        if bits is None:
-            return constants(rows[k][0], widths[k], like)
-        return chosen(rows[k], bits, widths[k], like)
+        if bits is not None:
+            return chosen(rows[k], bits, widths[k], like)
+        floats = floats_of(rows[k][0], base.precision, widths[k])
+        return tuple(constant(value, like) for value in floats)
 
     total = coefficient(len(rows) - 1)
     for k in range(len(rows) - 2, -1, -1):
-        total = add(coefficient(k), mul(x, total, widths[k + 1]), widths[k])
-    return total
+        total = _sum(coefficient(k), _product(x.terms, total, widths[k + 1]), widths[k])
+    return x.like(total)
 
 
 @functools.lru_cache(maxsize=64)

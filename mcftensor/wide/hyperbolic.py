@@ -1,4 +1,4 @@
-"""Hyperbolic functions, their inverses and the logistic function, on guarded expansions.
+"""Hyperbolic functions, their inverses and the logistic function, on guarded numbers.
 
 Functions of |x| are computed from q and k in exp(|x|) = 2^k (1 + q), without cancellation.
 """
@@ -11,94 +11,71 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.base_types import BASES, Base
+from mcftensor.arithmetic.base_types import Base
 from mcftensor.arithmetic.networks import two_sum
 from mcftensor.wide import exact_constants as exact
 from mcftensor.wide import exponentials, logarithms
-from mcftensor.wide.exponentials import bits_of, bounded, limit_of, one
-from mcftensor.wide.guarded import (
-    Terms,
-    add,
-    constants,
-    div,
-    finish,
-    mul,
-    neg,
-    polynomial,
-    power_of_two,
-    precision_of,
-    scaled,
-    size_of,
-    sqrt,
-    sub,
-    times,
-    where,
-)
+from mcftensor.wide.exponentials import Result, bounded, limit_of
+from mcftensor.wide.guarded import Guarded, constant, polynomial, power_of_two, where
 
 
-def _signed(value: Terms, plain: Tensor, x: Terms) -> Terms:
+def _signed(value: Guarded, plain: Tensor, x: Guarded) -> Result:
     """Extend the value of an odd function at |x| to x. Where x is tiny, the result is x."""
-    leading, terms = x[0], len(x)
-    base = BASES[leading.dtype]
-    is_tiny = leading.abs() < 2.0 ** (base.min_exponent + base.precision)
-    value, plain = where(is_tiny, size_of(x), value), torch.where(is_tiny, leading.abs(), plain)
+    leading = x.leading
+    is_tiny = leading.abs() < 2.0 ** (x.base.min_exponent + x.base.precision)
+    value, plain = where(is_tiny, abs(x), value), torch.where(is_tiny, leading.abs(), plain)
     is_negative = torch.signbit(leading)
-    value = where(is_negative, neg(value), value)
     plain = torch.where(is_negative, -plain, plain)
-    plain = torch.where(torch.isnan(leading) | (leading == 0), leading, plain)
-    return finish(value, terms, plain)
+    return where(is_negative, -value, value), torch.where(leading == 0, leading, plain)
 
 
-def _small_power(k: Tensor) -> Tensor:
+def _small_power(k: Tensor, like: Guarded) -> Tensor:
     """2^-k for k >= 0, or another small power where 2^-k is too small to matter."""
-    most = float(8 * precision_of(k)) if k.dtype == torch.float64 else 120.0
+    most = float(8 * like.base.precision) if k.dtype == torch.float64 else 120.0
     return power_of_two(-torch.where(k > most, most, k))
 
 
-def _halves(x: Terms, limit: float) -> tuple[Terms, Terms, Tensor]:
+def _without_power(q: Guarded, power: Tensor) -> Guarded:
+    """1 + q - power, with an exact difference of 1 and the power."""
+    return q + q.like(two_sum(constant(1.0, power), -power))
+
+
+def _halves(x: Guarded) -> tuple[Guarded, Guarded, Tensor]:
     """sinh|x| and cosh|x|, both divided by 2^(k - 1), and k."""
-    terms, leading = len(x), x[0]
-    m = terms + 1
-    q, k = exponentials.parts(bounded(size_of(x), limit), terms)
-    v = add(one(leading), q, m)
-    s = _small_power(k + k)
-    inverse = times(div(one(leading), v, m), s)
-    sine = add(add(q, mul(q, inverse, m), m), two_sum(one(leading)[0], -s), m)
-    return sine, add(v, inverse, m), k
+    q, k = exponentials.parts(bounded(abs(x), limit_of(x)))
+    v = 1 + q
+    s = _small_power(k + k, q)
+    inverse = (1 / v).times(s)
+    return _without_power(q + q * inverse, s), v + inverse, k
 
 
-def sinh(x: Terms) -> Terms:
+def sinh(x: Guarded) -> Result:
     """The hyperbolic sine."""
-    limit = limit_of(x[0]) * math.log(2)
-    sine, _, k = _halves(x, limit)
-    value = scaled(sine, k - 1)
-    return _signed(value, torch.where(x[0].abs() < limit, value[0], torch.inf), x)
+    sine, _, k = _halves(x)
+    value = sine.scaled(k - 1)
+    return _signed(value, torch.where(x.leading.abs() < limit_of(x), value.leading, torch.inf), x)
 
 
-def cosh(x: Terms) -> Terms:
+def cosh(x: Guarded) -> Result:
     """The hyperbolic cosine."""
-    limit = limit_of(x[0]) * math.log(2)
-    _, cosine, k = _halves(x, limit)
-    value = scaled(cosine, k - 1)
-    plain = torch.where(x[0].abs() < limit, value[0], torch.inf)
-    return finish(value, len(x), torch.where(torch.isnan(x[0]), x[0], plain))
+    _, cosine, k = _halves(x)
+    value = cosine.scaled(k - 1)
+    return value, torch.where(x.leading.abs() < limit_of(x), value.leading, torch.inf)
 
 
-def tanh(x: Terms) -> Terms:
+def tanh(x: Guarded) -> Result:
     """The hyperbolic tangent, (exp(2|x|) - 1) / (exp(2|x|) + 1)."""
     value = _tanh_of_size(x)
-    return _signed(value, value[0], x)
+    return _signed(value, value.leading, x)
 
 
-def _tanh_of_size(x: Terms) -> Terms:
-    """The hyperbolic tangent of |x|, with one term more than x."""
-    terms, leading = len(x), x[0]
-    m, limit = terms + 1, ((terms + 1) * precision_of(leading)) * math.log(2)
-    q, k = exponentials.parts(times(bounded(size_of(x), limit), 2.0), terms)
-    s = _small_power(k)
-    above = add(q, two_sum(one(leading)[0], -s), m)
-    value = div(above, add(add(one(leading), q, m), (s,), m), m)
-    return where(leading.abs() >= limit, one(leading), value)
+def _tanh_of_size(x: Guarded) -> Guarded:
+    """The hyperbolic tangent of |x|."""
+    limit = x.count * x.base.precision * math.log(2)
+    q, k = exponentials.parts(bounded(abs(x), limit).times(2.0))
+    s = _small_power(k, q)
+    value = _without_power(q, s) / ((1 + q) + s)
+    return where(x.leading.abs() >= limit, 1.0, value)
 
 
 _LOG2_NEAR = -1
@@ -111,163 +88,132 @@ def _tanh(k: int, base: Base, terms: int) -> list[Fraction]:
     return [-(4**n) * (4**n - 1) * exact.bernoulli(n) / math.factorial(2 * n)]
 
 
-def tanhshrink(x: Terms) -> Terms:
+def tanhshrink(x: Guarded) -> Result:
     """x minus its hyperbolic tangent."""
-    terms, leading, size = len(x), x[0], size_of(x)
-    m, is_near = terms + 1, leading.abs() < 2.0**_LOG2_NEAR
-    inner = where(is_near, size, (torch.zeros_like(leading),))
-    square = mul(inner, inner, m)
-    near = mul(inner, mul(square, polynomial(square, _tanh, 2.0 * _LOG2_NEAR, terms), m), m)
-    value = where(is_near, near, sub(size, _tanh_of_size(x), m))
-    value = where(size[0] == torch.inf, size, value)
-    value = where(torch.signbit(leading), neg(value), value)
-    plain = value[0] + 0.0  # 0 of -0, as by subtraction
-    return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
+    size = abs(x)
+    is_near = size.leading < 2.0**_LOG2_NEAR
+    inner = where(is_near, size, 0.0)
+    square = inner * inner
+    near = inner * (square * polynomial(square, _tanh, 2.0 * _LOG2_NEAR))
+    value = where(is_near, near, size - _tanh_of_size(x))
+    value = where(size.leading == torch.inf, size, value)
+    value = where(torch.signbit(x.leading), -value, value)
+    return value, value.leading + 0.0  # 0 of -0, as by subtraction
 
 
-def asinh(x: Terms) -> Terms:
+def asinh(x: Guarded) -> Result:
     """The inverse hyperbolic sine, log(1 + |x| + x² / (1 + sqrt(1 + x²)))."""
-    terms, size = len(x), size_of(x)
-    m, leading = terms + 1, size[0]
-    is_large = leading > _large(leading, m)
-    inner = where(is_large | torch.isnan(leading), one(leading), size)
-    square = mul(inner, inner, m)
-    root = sqrt(add(one(leading), square, m), m)
-    w = add(inner, div(square, add(one(leading), root, m), m), m)
-    value = _log_of(size, w, is_large, terms)
-    return _signed(value, torch.where(leading == torch.inf, torch.inf, value[0]), x)
+    size = abs(x)
+    is_large = size.leading > _large(x)
+    inner = where(is_large | torch.isnan(size.leading), 1.0, size)
+    square = inner * inner
+    w = inner + square / (1 + (1 + square).sqrt())
+    value = _log_of(size, w, is_large)
+    return _signed(value, torch.where(size.leading == torch.inf, torch.inf, value.leading), x)
 
 
-def _large(x: Tensor, count: int) -> float:
+def _large(x: Guarded) -> float:
     """Return the bound above which x² + 1 is x² to all bits."""
-    return 2.0 ** (count * precision_of(x) // 2 + 2)
+    return 2.0 ** (x.count * x.base.precision // 2 + 2)
 
 
-def _log_of(size: Terms, w: Terms, is_large: Tensor, terms: int) -> Terms:
+def _log_of(size: Guarded, w: Guarded, is_large: Tensor) -> Guarded:
     """log(1 + w), or log(2 size) where `is_large` is set."""
-    m, leading = terms + 1, size[0]
-    is_finite = is_large & (leading < torch.inf)
-    u = where(is_finite, size, add(one(leading), w, m))
-    near = where(is_large, one(leading), w)
-    rest, k = logarithms.parts(u, terms, near)
-    k = torch.where(is_finite, k + 1, k)
-    log_2 = constants(exact.log(2, bits_of(k, terms)), m, k)
-    return add(mul((k,), log_2, m), rest, m)
+    is_finite = is_large & (size.leading < torch.inf)
+    rest, k = logarithms.parts(where(is_finite, size, 1 + w), where(is_large, 1.0, w))
+    return logarithms.with_power(rest, torch.where(is_finite, k + 1, k))
 
 
-def acosh(x: Terms) -> Terms:
+def acosh(x: Guarded) -> Result:
     """The inverse hyperbolic cosine, log(1 + t + sqrt(2 t + t²)) with t = x - 1."""
-    terms, leading = len(x), x[0]
-    m = terms + 1
-    t = sub(x, one(leading), m)
-    is_large = leading > _large(leading, m)
-    is_inside = (t[0] > 0) & ~is_large
-    t_in = where(is_inside, t, one(leading))
-    above = add(t_in, constants(2, 1, leading), m)
-    w = add(t_in, logarithms.root_of_product(t_in, above, m), m)
-    value = _log_of(x, w, is_large, terms)
-    plain = torch.where(t[0] == 0, 0.0, torch.where(leading < 1, torch.nan, value[0]))
-    plain = torch.where(leading == torch.inf, leading, plain)
-    return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
+    leading, t = x.leading, x - 1
+    is_large = leading > _large(x)
+    inner = where((t.leading > 0) & ~is_large, t, 1.0)
+    w = inner + logarithms.root_of_product(inner, inner + 2)
+    value = _log_of(x, w, is_large)
+    plain = torch.where(leading < 1, torch.nan, value.leading)
+    plain = torch.where(t.leading == 0, 0.0, plain)
+    return value, torch.where(leading == torch.inf, leading, plain)
 
 
-def atanh(x: Terms) -> Terms:
+def atanh(x: Guarded) -> Result:
     """The inverse hyperbolic tangent, log(1 + 2 |x| / (1 - |x|)) / 2."""
-    terms, leading = len(x), x[0]
-    m = terms + 1
-    size = size_of(x)
-    below = sub(one(leading), size, m)
-    is_inside = below[0] > 0
-    inner = where(is_inside, size, (torch.zeros_like(leading),))
+    size = abs(x)
+    below = 1 - size
+    is_inside = below.leading > 0
+    inner = where(is_inside, size, 0.0)
     # Where 1 - |x| is small, it is scaled by 2^shift, and so is the argument of the logarithm.
     below_normal, shift = logarithms.normal(below)
-    w = div(times(inner, 2.0), below_normal, m)
-    near = where(shift > 0, one(leading), w)
-    unit = where(shift > 0, times(one(leading), 2.0 ** -logarithms.shift_of(leading)), one(leading))
-    rest, k = logarithms.parts(add(unit, w, m), terms, near)
-    value = times(logarithms.with_power(rest, k + shift, terms), 0.5)
-    plain = torch.where(below[0] == 0, torch.inf, torch.where(is_inside, value[0], torch.nan))
-    return _signed(value, plain, x)
+    w = inner.times(2.0) / below_normal
+    unit = where(shift > 0, x.of(2.0 ** -logarithms.shift_of(x)), 1.0)
+    rest, k = logarithms.parts(w + unit, where(shift > 0, 1.0, w))
+    value = logarithms.with_power(rest, k + shift).times(0.5)
+    plain = torch.where(is_inside, value.leading, torch.nan)
+    return _signed(value, torch.where(below.leading == 0, torch.inf, plain), x)
 
 
 # --------------------------------------------------------------------------------- activations
 
 
-def _logistic(x: Terms, count: int) -> tuple[Terms, Tensor]:
+def _logistic(x: Guarded) -> tuple[Guarded, Tensor]:
     """1 / (1 + e^-x) of a guarded number as v 2^k, from e^-|x|, the numerator where x < 0."""
-    leading = x[0]
-    m = count + 1
-    is_negative = leading < 0
-    inside = bounded(where(is_negative, x, neg(x)), limit_of(leading) * math.log(2))
-    q, k = exponentials.parts(inside, count)
-    power = add(one(leading), q, m)
-    value = div(where(is_negative, power, one(leading)), add(one(leading), scaled(power, k), m), m)
-    is_beyond = leading >= limit_of(leading) * math.log(2)
-    value = where(is_beyond, one(leading), value)
+    is_negative = x.leading < 0
+    q, k = exponentials.parts(bounded(where(is_negative, x, -x), limit_of(x)))
+    power = 1 + q
+    value = where(is_negative, power, 1.0) / (1 + power.scaled(k))
+    value = where(x.leading >= limit_of(x), 1.0, value)
     return value, torch.where(is_negative, k, torch.zeros_like(k))
 
 
-def sigmoid(x: Terms) -> Terms:
+def sigmoid(x: Guarded) -> Result:
     """The logistic function."""
-    terms, leading = len(x), x[0]
-    value = scaled(*_logistic(x, terms))
-    is_below = leading <= -limit_of(leading) * math.log(2)
-    plain = torch.where(is_below, 0.0, value[0])
-    return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
+    v, k = _logistic(x)
+    value = v.scaled(k)
+    return value, torch.where(x.leading <= -limit_of(x), 0.0, value.leading)
 
 
-def silu(x: Terms) -> Terms:
+def silu(x: Guarded) -> Result:
     """x sigmoid(x)."""
     return _weighted(x, x)
 
 
-def _weighted(x: Terms, argument: Terms) -> Terms:
+def _weighted(x: Guarded, argument: Guarded) -> Result:
     """x sigmoid(argument)."""
-    terms, leading = len(x), x[0]
-    value, k = _logistic(argument, terms)
-    limit = limit_of(leading) * math.log(2)
-    is_below, is_above = argument[0] <= -limit, argument[0] >= limit
+    leading, limit = x.leading, limit_of(x)
+    value, k = _logistic(argument)
+    is_below, is_above = argument.leading <= -limit, argument.leading >= limit
     is_inside = ~is_below & ~is_above & torch.isfinite(leading)
-    value = scaled(mul(value, where(is_inside, x, one(leading)), terms + 1), k)
+    value = (value * where(is_inside, x, 1.0)).scaled(k)
     value = where(is_above, x, value)
-    plain = torch.copysign(torch.where(is_below, 0.0, value[0]), leading)
-    return finish(value, terms, torch.where(torch.isnan(leading) | (leading == 0), leading, plain))
+    plain = torch.copysign(torch.where(is_below, 0.0, value.leading), leading)
+    return value, torch.where(leading == 0, leading, plain)
 
 
-def mish(x: Terms) -> Terms:
+def mish(x: Guarded) -> Result:
     """x tanh(softplus(x)) = x (u - 1) / (u + 1), with u = (1 + e^x)²."""
-    terms, leading = len(x), x[0]
-    m, is_negative = terms + 1, leading < 0
-    limit, two = limit_of(leading) * math.log(2), constants(2, 1, leading)
-    q, k = exponentials.parts(bounded(neg(size_of(x)), limit), terms)
-    power = add(one(leading), q, m)
-    p = scaled(power, k)  # e^-|x|; for x < 0, u - 1 = p (2 + p), else (1 + 2 p) / p²
-    above = where(is_negative, add(two, p, m), add(one(leading), times(p, 2.0), m))
-    below = add(one(leading), times(mul(p, add(one(leading), p, m), m), 2.0), m)
-    below = where(is_negative, add(two, mul(p, above, m), m), below)
-    value = div(mul(above, where(is_negative, power, one(leading)), m), below, m)
-    is_inside = leading.abs() < limit
-    value = mul(value, where(is_inside, x, one(leading)), m)
-    value = scaled(value, torch.where(is_negative, k, torch.zeros_like(k)))
+    leading, limit = x.leading, limit_of(x)
+    is_negative = leading < 0
+    q, k = exponentials.parts(bounded(-abs(x), limit))
+    power = 1 + q
+    p = power.scaled(k)  # e^-|x|; for x < 0, u - 1 = p (2 + p), else (1 + 2 p) / p²
+    above = where(is_negative, 2 + p, 1 + p.times(2.0))
+    below = where(is_negative, 2 + p * above, 1 + (p * (1 + p)).times(2.0))
+    value = above * where(is_negative, power, 1.0) / below
+    value = value * where(leading.abs() < limit, x, 1.0)
+    value = value.scaled(torch.where(is_negative, k, torch.zeros_like(k)))
     value = where(leading >= limit, x, value)
-    plain = torch.copysign(torch.where(leading <= -limit, 0.0, value[0]), leading)
-    return finish(value, terms, torch.where(torch.isnan(leading) | (leading == 0), leading, plain))
+    plain = torch.copysign(torch.where(leading <= -limit, 0.0, value.leading), leading)
+    return value, torch.where(leading == 0, leading, plain)
 
 
 _CUBIC = Fraction("0.044715")
 
 
-def gelu_tanh(x: Terms) -> Terms:
+def gelu_tanh(x: Guarded) -> Result:
     """x sigmoid(sqrt(8 / pi) (x + 0.044715 x³))."""
-    terms, leading = len(x), x[0]
-    m = terms + 1
+    leading = x.leading
     inner = bounded(x, 2.0**24)
-    factor = constants(
-        exact.sqrt(8 / exact.pi(bits_of(leading, terms)), bits_of(leading, terms)), m, leading
-    )
-    cubic = mul(mul(inner, inner, m), constants(_CUBIC, m, leading), m)
-    argument = mul(mul(inner, add(one(leading), cubic, m), m), factor, m)
-    huge = torch.where(leading < 0, -1e30, 1e30)
-    is_inside = leading.abs() < 2.0**24
-    argument = where(is_inside | torch.isnan(leading), argument, (huge,))
-    return _weighted(x, argument)
+    argument = inner * (1 + inner * inner * _CUBIC)
+    argument = argument * x.of(lambda bits: exact.sqrt(8 / exact.pi(bits), bits))
+    is_inside = (leading.abs() < 2.0**24) | torch.isnan(leading)
+    return _weighted(x, where(is_inside, argument, torch.where(leading < 0, -1e30, 1e30)))

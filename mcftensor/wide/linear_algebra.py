@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.dispatch.operands import plainly, stored_in, value_of
+from mcftensor.dispatch.operands import plainly, value_of
 from mcftensor.formats import Format
 from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor import MCFTensor
+from mcftensor.wide.elementary import in_longer, nearest_value
 
 _MOST_STEPS = 100
 """The most steps of a refinement; each gains at least two bits."""
 
 
 def _wide(x: Tensor, format: Format) -> MCFTensor:
-    doubled = format.doubled_in(_machine_of(x))  # type: ignore[attr-defined]
-    return MCFTensor.of(stored_in(x, doubled, x.device), doubled)
+    return nearest_value(x, format.doubled_in(_machine_of(x)))  # type: ignore[attr-defined]
 
 
 def _machine_of(x: Tensor) -> torch.dtype:
@@ -146,7 +146,7 @@ def _approximate_inverse(name: str, a: MCFTensor, bits: int) -> Tensor:
 
 
 def _wide_like(x: Tensor, a: MCFTensor) -> MCFTensor:
-    return MCFTensor.of(stored_in(x, a._format, a.device), a._format)
+    return nearest_value(x, a._format)
 
 
 def _solved(name: str, a: MCFTensor, b: Tensor, bits: int) -> Tensor:
@@ -360,11 +360,11 @@ def _determinant(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
     for i, pivot in enumerate(pivots.tolist()):
         number = number * packed[i, i] * (1 if pivot == i + 1 else -1)
         more = _plain(number).frexp().exponent
-        number, exponent = by_power(number, -more), exponent + more
+        number, exponent = _by_power(number, -more), exponent + more
     return number, exponent, packed, pivots
 
 
-def by_power(x: Tensor, exponent: Tensor) -> Tensor:
+def _by_power(x: Tensor, exponent: Tensor) -> Tensor:
     """Return x * 2^exponent, even where 2^exponent is out of range."""
     for part in (exponent // 2, exponent - exponent // 2):
         x = x * _power_of_two(part, x)
@@ -387,7 +387,7 @@ def _as_factored(a: Tensor) -> Tensor:
 def det(a: Tensor) -> Any:
     """Return determinants, packed factors and pivots."""
     number, exponent, packed, pivots = _determinant(_as_factored(a))
-    return by_power(number, exponent), packed, pivots
+    return _by_power(number, exponent), packed, pivots
 
 
 def slogdet(a: Tensor) -> Any:
@@ -616,3 +616,55 @@ def svd(
     """Return singular vectors and values."""
     u, s, vh = _svd(a, full=full_matrices and compute_uv)
     return (u, s, vh) if compute_uv else (u.new_empty(0), s, vh.new_empty(0))
+
+
+# ------------------------------------------------------------------------- functions of matrices
+
+
+def pinv(
+    a: Tensor,
+    *,
+    atol: Tensor | None = None,
+    rtol: Tensor | None = None,
+    hermitian: bool = False,
+) -> Tensor:
+    """Return pseudo-inverses; singular values up to a limit are zeros."""
+    if rtol is None:
+        has_atol = atol is not None and bool((atol > 0).any())
+        epsilon = 2.0 ** (1 - a._format.precision)  # type: ignore[attr-defined]
+        rtol = a.new_tensor(0.0 if has_atol else epsilon * max(a.shape[-2:]))
+    if hermitian:
+        a = a.tril() + a.tril(-1).mT
+    return _pinv(a, torch.zeros_like(rtol) if atol is None else atol, rtol)
+
+
+@in_longer
+def _pinv(a: Tensor, atol: Tensor, rtol: Tensor) -> Tensor:
+    u, s, vh = torch.linalg.svd(a, full_matrices=False)
+    limit = torch.maximum(atol.unsqueeze(-1), rtol.unsqueeze(-1) * s[..., :1])
+    inverses = torch.where(s > limit, 1 / s, 0.0)
+    return vh.mT @ (inverses.unsqueeze(-1) * u.mT)
+
+
+def matrix_exp(a: Tensor) -> Tensor:
+    """Return exponentials of square matrices."""
+    return _exponential(a)[0]
+
+
+@batched("linalg.matrix_exp")
+def _exponential(a: Tensor, *, bits: int) -> tuple[Tensor]:
+    """Sum the Taylor series of a / 2^k, whose norm is below 1/16, and square it k times."""
+    norm = float(a.abs().sum(0).amax()) if len(a) else 0.0
+    if not math.isfinite(norm):
+        return (torch.full_like(a, math.nan),)
+    k = max(math.frexp(norm)[1] + 4, 0)
+    a = _by_power(a, torch.tensor(-k, device=a.device))
+    wanted = bits + 2 * k + 16
+    count = next(i for i in range(wanted) if 4 * i + math.lgamma(i + 1) / math.log(2) > wanted)
+    identity = torch.eye(len(a), dtype=a.dtype, device=a.device)
+    result = identity + torch.zeros_like(a)
+    for i in range(count, 0, -1):
+        result = identity + a @ result / i
+    for _ in range(k):
+        result = result @ result
+    return (result,)

@@ -1,4 +1,4 @@
-"""Logarithms, powers and the cube root, on guarded expansions.
+"""Logarithms, powers and the cube root, on guarded numbers.
 
 x = 2^k f with f between the square roots of 1/2 and 2. A table gives a short float c near 1 / f, so
 that z = c f - 1 is below 2^-5. Then log(x) = k log(2) - log(c) + 2 atanh(z / (2 + z)), and the last
@@ -15,29 +15,16 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.base_types import BASES, Base
+from mcftensor.arithmetic.base_types import Base
 from mcftensor.wide import exact_constants as exact
 from mcftensor.wide import exponentials
-from mcftensor.wide.exponentials import bits_of, bounded, limit_of, one
+from mcftensor.wide.exponentials import Result, bounded, limit_of
 from mcftensor.wide.guarded import (
-    SPARE,
-    Terms,
-    add,
+    Guarded,
     chosen,
-    constants,
-    div,
     exponent_of,
-    finish,
     gathered,
-    mul,
-    neg,
     polynomial,
-    precision_of,
-    scaled,
-    size_of,
-    sqrt,
-    sub,
-    times,
     to_integer,
     two_prod,
     where,
@@ -61,231 +48,204 @@ def _table(bits: int) -> list[Fraction]:
     return [-exact.log(c, bits) for c in _INVERSES]
 
 
-def parts(u: Terms, terms: int, near: Terms | None = None) -> tuple[Terms, Tensor]:
+def parts(u: Guarded, near: Guarded | None = None) -> tuple[Guarded, Tensor]:
     """Return log(u) - k log(2) and k for normal numbers u above 0.
 
     If u = 1 + near and near is small, the result is computed from near.
     """
-    m = terms + 1
-    k = exponent_of(u[0])
-    f = scaled(u, -k)
-    is_large = f[0] > math.sqrt(2)
+    k = exponent_of(u.leading)
+    f = u.scaled(-k)
+    is_large = f.leading > math.sqrt(2)
     k = torch.where(is_large, k + 1, k)
-    f = where(is_large, times(f, 0.5), f)
-    _, bits = to_integer(f[0] * 32)
+    f = where(is_large, f.times(0.5), f)
+    _, bits = to_integer(f.leading * 32)
     bits = bits - 16
-    (c,) = chosen(_INVERSES, bits, 1, f[0])
-    products = [v for term in f for v in two_prod(term, c)]
-    head, *tails = products
-    z = gathered([head - 1, *tails], m)
+    (c,) = chosen(_INVERSES, bits, 1, f.leading)
+    head, *tails = [v for term in f.terms for v in two_prod(term, c)]
+    z = f.like(gathered([head - 1, *tails], f.count))
     if near is not None:
-        z = where(near[0].abs() < _NEAR, near, z)
-    s = div(z, add(add(one(c), one(c), 1), z, m), m)
-    value = mul(s, polynomial(mul(s, s, m), _coefficient, _LOG2_S2, terms), m)
-    return add(chosen(_table(bits_of(c, terms)), bits, m, c), value, m), k
+        z = where(near.leading.abs() < _NEAR, near, z)
+    s = z / (2 + z)
+    value = s * polynomial(s * s, _coefficient, _LOG2_S2)
+    return value.chosen(_table(value.bits), bits) + value, k
 
 
-def natural(u: Terms, terms: int, near: Terms | None = None) -> Terms:
+def natural(u: Guarded, near: Guarded | None = None) -> Guarded:
     """log(u), for the arguments of `parts`."""
-    rest, k = parts(u, terms, near)
-    return with_power(rest, k, terms)
+    return with_power(*parts(u, near))
 
 
-def with_power(rest: Terms, k: Tensor, terms: int) -> Terms:
+def with_power(rest: Guarded, k: Tensor) -> Guarded:
     """rest + k log(2)."""
-    log_2 = constants(exact.log(2, bits_of(k, terms)), terms + 1, k)
-    return add(mul((k,), log_2, terms + 1), rest, terms + 1)
+    return rest.of(k) * rest.of(exact.log_2) + rest
 
 
-def shift_of(x: Tensor) -> float:
+def shift_of(x: Guarded) -> float:
     """Return the exponent of the power of two by which `normal` multiplies small numbers."""
-    return float(2 * BASES[x.dtype].precision)
+    return float(2 * x.base.precision)
 
 
-def normal(x: Terms) -> tuple[Terms, Tensor]:
+def normal(x: Guarded) -> tuple[Guarded, Tensor]:
     """Multiply x by a power of two that makes it normal; return the product and the exponent.
 
     The product is 1 where x is not both positive and finite.
     """
-    base = BASES[x[0].dtype]
-    inside = (x[0] > 0) & torch.isfinite(x[0])
-    x = where(inside, x, one(x[0]))
-    shift = shift_of(x[0])
+    base = x.base
+    x = where((x.leading > 0) & torch.isfinite(x.leading), x, 1.0)
+    shift = shift_of(x)
     # No number about 1 is multiplied, though four terms of float32 and the guards end below range.
-    end = min(base.min_exponent + (len(x) + 1) * base.precision, -1)
-    is_small = x[0] < 2.0**end
-    return where(is_small, times(x, 2.0**shift), x), torch.where(is_small, shift, 0.0)
+    end = min(base.min_exponent + (len(x.terms) + 1) * base.precision, -1)
+    is_small = x.leading < 2.0**end
+    return where(is_small, x.times(2.0**shift), x), torch.where(is_small, shift, 0.0)
 
 
-def root_of_product(x: Terms, y: Terms, count: int) -> Terms:
+def root_of_product(x: Guarded, y: Guarded) -> Guarded:
     """sqrt(x y) for y of at least 1 and x above 0, down to the smallest number."""
     x, shift = normal(x)
-    half, _ = to_integer(exponent_of(x[0]) * 0.5)
-    root = sqrt(mul(scaled(x, -2 * half), y, count), count)
-    return scaled(root, half - shift * 0.5)
+    half, _ = to_integer(exponent_of(x.leading) * 0.5)
+    return (x.scaled(-2 * half) * y).sqrt().scaled(half - shift * 0.5)
 
 
-def _special(x: Terms, value: Terms) -> Tensor:
-    """The leading term of a logarithm, with the results for 0, infinity, NaN and negative x."""
-    leading = x[0]
-    plain = torch.where(leading == 0, -torch.inf, value[0])
-    plain = torch.where(leading == torch.inf, leading, plain)
-    return torch.where((leading < 0) | torch.isnan(leading), torch.nan, plain)
-
-
-def _log(x: Terms, of_two: Fraction, of_e: Fraction) -> Terms:
+def _log(x: Guarded, of_two: Fraction, of_e: Fraction) -> Result:
     """The logarithm to a base whose logarithms of 2 and e are `of_two` and `of_e`."""
-    terms = len(x)
     u, shift = normal(x)
-    rest, k = parts(u, terms)
-    m = terms + 1
+    rest, k = parts(u)
     if of_e != 1:
-        rest = mul(rest, constants(of_e, m, k), m)
-    value = add(mul((k - shift,), constants(of_two, m, k), m), rest, m)
-    return finish(value, terms, _special(x, value))
+        rest = rest * of_e
+    value = rest.of(k - shift) * of_two + rest
+    leading = x.leading
+    plain = torch.where(leading == 0, -torch.inf, value.leading)
+    plain = torch.where(leading == torch.inf, leading, plain)
+    return value, torch.where(leading < 0, torch.nan, plain)
 
 
-def of_size(x: Terms, terms: int) -> Terms:
-    """log|x| as a guarded number, for any x except 0, infinity and NaN."""
-    u, shift = normal(where(x[0] < 0, neg(x), x))
-    rest, k = parts(u, terms)
-    return with_power(rest, k - shift, terms)
+def of_size(x: Guarded) -> Guarded:
+    """log|x|, for any x except 0, infinity and NaN."""
+    u, shift = normal(where(x.leading < 0, -x, x))
+    rest, k = parts(u)
+    return with_power(rest, k - shift)
 
 
-def log(x: Terms) -> Terms:
+def log(x: Guarded) -> Result:
     """The natural logarithm."""
-    return _log(x, exact.log(2, bits_of(x[0], len(x))), Fraction(1))
+    return _log(x, exact.log_2(x.bits), Fraction(1))
 
 
-def log2(x: Terms) -> Terms:
+def log2(x: Guarded) -> Result:
     """The logarithm to base 2."""
-    return _log(x, Fraction(1), 1 / exact.log(2, bits_of(x[0], len(x))))
+    return _log(x, Fraction(1), 1 / exact.log_2(x.bits))
 
 
-def log10(x: Terms) -> Terms:
+def log10(x: Guarded) -> Result:
     """The logarithm to base 10."""
-    bits = bits_of(x[0], len(x))
-    return _log(x, exact.log(2, bits) / exact.log(10, bits), 1 / exact.log(10, bits))
+    of_ten = exact.log(10, x.bits)
+    return _log(x, exact.log_2(x.bits) / of_ten, 1 / of_ten)
 
 
-def of_one_plus(w: Terms, terms: int) -> Terms:
-    """log(1 + w) for guarded numbers w above -1."""
-    u, shift = normal(add(one(w[0]), w, terms + 1))
-    rest, k = parts(u, terms, w)
-    return with_power(rest, k - shift, terms)
+def of_one_plus(w: Guarded) -> Guarded:
+    """log(1 + w) for w above -1."""
+    u, shift = normal(1 + w)
+    rest, k = parts(u, w)
+    return with_power(rest, k - shift)
 
 
-def log1p(x: Terms) -> Terms:
+def log1p(x: Guarded) -> Result:
     """log(1 + x)."""
-    terms, leading = len(x), x[0]
-    is_inside = torch.isfinite(leading) & (add(one(leading), x, terms + 1)[0] > 0)
-    value = of_one_plus(where(is_inside, x, (torch.zeros_like(leading),)), terms)
-    at_end = add(one(leading), x, terms + 1)[0]
-    plain = torch.where(at_end == 0, -torch.inf, value[0])
+    leading, at_end = x.leading, (1 + x).leading
+    value = of_one_plus(where(torch.isfinite(leading) & (at_end > 0), x, 0.0))
+    plain = torch.where(at_end == 0, -torch.inf, value.leading)
     plain = torch.where((at_end < 0) | (leading < -1), torch.nan, plain)
-    plain = torch.where((leading == torch.inf) | (leading == 0), leading, plain)
-    return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
+    return value, torch.where((leading == torch.inf) | (leading == 0), leading, plain)
 
 
-def softplus(x: Terms) -> Terms:
+def softplus(x: Guarded) -> Result:
     """log(1 + e^x) = max(x, 0) + log(1 + e^-|x|)."""
-    terms, leading = len(x), x[0]
+    leading, limit = x.leading, limit_of(x)
     is_negative = leading < 0
-    inside = bounded(where(is_negative, x, neg(x)), limit_of(leading) * math.log(2))
-    q, k = exponentials.parts(inside, terms)
-    w = scaled(add(one(leading), q, terms + 1), k)
-    value = of_one_plus(w, terms)
-    is_beyond = leading.abs() >= limit_of(leading) * math.log(2)
-    zero = (torch.zeros_like(leading),)
-    value = add(where(is_negative, zero, x), where(is_beyond, zero, value), terms + 1)
-    plain = torch.where(leading == torch.inf, leading, value[0])
-    plain = torch.where(leading == -torch.inf, 0.0, plain)
-    return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
+    q, k = exponentials.parts(bounded(where(is_negative, x, -x), limit))
+    value = of_one_plus((1 + q).scaled(k))
+    value = where(is_negative, 0.0, x) + where(leading.abs() >= limit, 0.0, value)
+    plain = torch.where(leading == torch.inf, leading, value.leading)
+    return value, torch.where(leading == -torch.inf, 0.0, plain)
 
 
 # ------------------------------------------------------------------------------------- powers
 
 
-def _is_whole(term: Tensor) -> Tensor:
+def _is_whole(term: Tensor, precision: int) -> Tensor:
     """Whether a float is an integer; infinities count as integers."""
-    least = 2.0 ** (precision_of(term) - 1)
+    least = 2.0 ** (precision - 1)
     size = term.abs()
     return (size >= least) | ((size + least) - least == size)
 
 
-def pow(x: Terms, y: Terms) -> Terms:
+def pow(x: Guarded, y: Guarded) -> Result:
     """x^y, computed as exp(y log|x|) with the sign of x^y."""
-    terms, (base, exponent) = len(x), (x[0], y[0])
-    m, logarithm = terms + 1, of_size(x, terms)
-    limit = limit_of(base) * math.log(2)
-    of_base = torch.where(base == 0, -torch.inf, logarithm[0])
+    base, exponent, p = x.leading, y.leading, x.base.precision
+    logarithm = of_size(x)
+    of_base = torch.where(base == 0, -torch.inf, logarithm.leading)
     of_base = torch.where(base.abs() == torch.inf, torch.inf, of_base)
     of_base = torch.where(torch.isnan(base), base, of_base)
     about = of_base * exponent
-    is_inside = (about.abs() < limit) & torch.isfinite(of_base) & torch.isfinite(exponent)
-    zero = (torch.zeros_like(about),)
+    is_inside = (about.abs() < limit_of(x)) & torch.isfinite(of_base) & torch.isfinite(exponent)
     # For an exponent so large that splitting it overflows, the logarithm is tiny: rescale both.
-    factor = 2.0 ** (BASES[base.dtype].max_exponent // 4)
+    factor = 2.0 ** (x.base.max_exponent // 4)
     is_large = exponent.abs() > factor
     # Next to 1 it would lose bits below the smallest number: there log(1 + w) is w - w²/2.
-    w = sub(where(base < 0, neg(x), x), one(base), m)
-    is_next = w[0].abs() < 2.0 ** (-(terms * precision_of(base) + SPARE) // 2)
-    far = times(w, factor)
-    far = where(is_next, sub(far, mul(far, times(w, 0.5), m), m), times(logarithm, factor))
+    w = where(base < 0, -x, x) - 1
+    is_next = w.leading.abs() < 2.0 ** (-x.wanted // 2)
+    far = w.times(factor)
+    far = where(is_next, far - far * w.times(0.5), logarithm.times(factor))
     logarithm = where(is_large, far, logarithm)
-    y_inside = where(is_large, times(y, 1 / factor), y)
-    product = mul(where(is_inside, logarithm, zero), where(is_inside, y_inside, zero), m)
-    q, k = exponentials.parts(product, terms)
-    value = scaled(add(one(base), q, m), k)
+    y_inside = where(is_large, y.times(1 / factor), y)
+    q, k = exponentials.parts(where(is_inside, logarithm, 0.0) * where(is_inside, y_inside, 0.0))
+    value = (1 + q).scaled(k)
     plain = torch.where(about > 0, torch.inf, 0.0)
-    plain = torch.where(torch.isnan(about), torch.nan, torch.where(is_inside, value[0], plain))
+    plain = torch.where(is_inside, value.leading, plain)
+    plain = torch.where(torch.isnan(about), torch.nan, plain)
     # Whether all terms of the exponent are integers, and whether their sum is odd.
     is_whole = exponent == exponent
     is_odd = exponent != exponent
-    for term in y:
-        is_whole = is_whole & _is_whole(term)
-        is_odd = is_odd ^ (_is_whole(term) & ~_is_whole(term * 0.5))
-    is_odd = is_odd & is_whole
-    is_negative = torch.signbit(base)
+    for term in y.terms:
+        is_whole = is_whole & _is_whole(term, p)
+        is_odd = is_odd ^ (_is_whole(term, p) & ~_is_whole(term * 0.5, p))
     is_undefined = (base < 0) & torch.isfinite(base) & ~is_whole
     plain = torch.where(is_undefined, torch.nan, plain)
-    flips = is_negative & is_odd
-    value = where(flips, neg(value), value)
+    flips = torch.signbit(base) & is_odd & is_whole
+    value = where(flips, -value, value)
     plain = torch.where(flips, -plain, plain)
     is_unit = base.abs() == 1
-    for tail in x[1:]:
+    for tail in x.terms[1:]:
         is_unit = is_unit & (tail == 0)
     is_one = (exponent == 0) | (is_unit & ((base == 1) | (exponent.abs() == torch.inf)))
-    value = where(is_one, one(base), value)
-    return finish(value, terms, torch.where(is_one, 1.0, plain))
+    return where(is_one, 1.0, value), torch.where(is_one, 1.0, plain)
 
 
 _FIRST = (0.497878, 0.713062, -0.265975, 0.060854, -0.005487)
 """A polynomial with a relative error of 2^-9 on [1/2, 4]. Halley's method cubes the error."""
 
 
-def cube_root(x: Terms) -> Terms:
+def cube_root(x: Guarded) -> Result:
     """The cube root, with the sign of x."""
-    terms, leading = len(x), x[0]
-    m, base = terms + 1, BASES[leading.dtype]
+    leading, base = x.leading, x.base
     is_ordinary = torch.isfinite(leading) & (leading != 0)
-    size = where(is_ordinary, size_of(x), one(leading))
+    size = where(is_ordinary, abs(x), 1.0)
     lift = base.max_exponent // 12  # of the root, for numbers near the smallest
-    is_tiny = size[0] < 2.0 ** (base.precision - base.max_exponent)
-    size = where(is_tiny, times(size, 8.0**lift), size)
-    k, _ = to_integer(exponent_of(size[0]) * (1 / 3))
-    size = scaled(size, -3.0 * k)
-    root = torch.zeros_like(leading)
+    is_tiny = size.leading < 2.0 ** (base.precision - base.max_exponent)
+    size = where(is_tiny, size.times(8.0**lift), size)
+    k, _ = to_integer(exponent_of(size.leading) * (1 / 3))
+    size = size.scaled(-3.0 * k)
+    root, first = torch.zeros_like(leading), size.leading
     for c in reversed(_FIRST):
-        root = root * size[0] + c
+        root = root * first + c
     for _ in range(2):
         cube = root * root * root
-        root = root * ((cube + 2 * size[0]) / (2 * cube + size[0]))
-    slope = 3 * root * root
-    value: Terms = (root,)
-    for _ in range(terms):
-        rest = sub(size, mul(mul(value, value, m), value, m), m)
-        value = gathered([*value, rest[0] / slope], len(value) + 1)
-    value = scaled(value, k - torch.where(is_tiny, float(lift), 0.0))
-    value = where(leading < 0, neg(value), value)
-    return finish(value, terms, torch.where(is_ordinary, value[0], leading))
+        root = root * ((cube + 2 * first) / (2 * cube + first))
+    value = size.of(root)
+    for _ in range(size.count - 1):
+        rest = size - value * value * value
+        terms = [*value.terms, rest.leading / (3 * root * root)]
+        value = size.like(gathered(terms, len(terms)))
+    value = value.scaled(k - torch.where(is_tiny, float(lift), 0.0))
+    value = where(leading < 0, -value, value)
+    return value, torch.where(is_ordinary, value.leading, leading)

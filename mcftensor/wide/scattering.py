@@ -5,6 +5,7 @@ The gradients of operations that select elements are of this kind, too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,10 +81,6 @@ def _scattered(x: Tensor, dim: int, index: Tensor, values: Tensor) -> tuple[Tens
     if slices:
         slices[dim] = slice(None)
     return _places(x)[tuple(slices)].gather(dim, index), own
-
-
-def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    return _combined(x, *_scattered(x, dim, index, source))
 
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -165,9 +162,12 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "_index_put_impl": _index_put_impl,  # x._index_put_impl_
     "put": _put,  # x.put, gradients of x.take
     "index_reduce": _reducing(_along),  # x.index_reduce
-    "scatter_add": _scatter_add,  # x.scatter_add, gradients of x.gather
+    "scatter_add": functools.partial(
+        _reducing(_scattered), reduce="sum"
+    ),  # x.scatter_add, gradients of x.gather
     "scatter_reduce": _reducing(_scattered),  # x.scatter_reduce
     "bincount": _bincount,  # torch.bincount of weights
+    "max_pool2d_with_indices_backward": _of_maxima(2),  # gradients of F.max_pool2d
     "max_pool3d_with_indices_backward": _of_maxima(3),  # gradients of F.max_pool3d
     "adaptive_max_pool2d_backward": _of_maxima(2),  # gradients of F.adaptive_max_pool2d
     "adaptive_max_pool3d_backward": _of_maxima(3),  # gradients of F.adaptive_max_pool3d

@@ -1,4 +1,4 @@
-"""Sine, cosine and tangent on guarded expansions, by power series of the remainder.
+"""Sine, cosine and tangent on guarded numbers, by power series of the remainder.
 
 The remainder of pi x is pi times that of x, which is exact. That of x, for arguments of any size,
 is x * 2 / pi without its multiples of 4, times pi / 2.
@@ -20,23 +20,14 @@ from torch import Tensor
 
 from mcftensor.arithmetic.base_types import BASES, Base
 from mcftensor.wide import exact_constants as exact
-from mcftensor.wide.exponentials import bits_of, one
+from mcftensor.wide.exponentials import Result
 from mcftensor.wide.guarded import (
-    Terms,
+    Guarded,
     constant,
-    constants,
-    div,
     exponent_of,
-    finish,
     gathered,
-    mul,
-    neg,
     polynomial,
     power_of_two,
-    precision_of,
-    size_of,
-    sub,
-    times,
     to_integer,
     two_prod,
     where,
@@ -105,21 +96,22 @@ def _without_eights(x: Tensor, scale: float) -> Tensor:
     return torch.where(x.abs() < limit, x - ((x + magic) - magic), 0.0)
 
 
-def without_quarters(x: Terms, terms: int) -> tuple[Terms, Tensor]:
-    """Return x - k pi / 2, at most slightly above pi / 4, and bits that end with k; x is finite."""
-    leading = x[0]
-    base = BASES[leading.dtype]
-    p, m = base.precision, terms + 1
+def _without_quarters(x: Guarded) -> tuple[Guarded, Tensor]:
+    """Return x - k pi / 2, at most slightly above pi / 4, and bits that end with k.
+
+    Numbers that are not finite are replaced by zero.
+    """
+    x = where(torch.isfinite(x.leading), x, 0.0)
+    p, terms = x.base.precision, x.count - 1
     scale = 2.0 ** (64 if p < 53 else 256)
-    by_term = [_products(term, terms, scale) for term in x]
+    by_term = [_products(term, terms, scale) for term in x.terms]
     values = list(itertools.chain(*itertools.chain(*zip(*by_term, strict=True))))
     passes = math.ceil((2 * terms * p + _CLOSE) / p) + 1
     head, *tails = gathered(values, passes)
     k, bits = to_integer(head * (1 / scale))
-    fraction = gathered([head - k * scale, *tails], m)
-    half_pi = constants(exact.pi(m * p + 32) / 2, m, leading)
-    found = times(mul(fraction, half_pi, m), 1 / scale)
-    is_near = leading.abs() < _NEAR
+    fraction = x.like(gathered([head - k * scale, *tails], x.count))
+    found = (fraction * x.of(lambda bits: exact.pi(bits) / 2)).times(1 / scale)
+    is_near = x.leading.abs() < _NEAR
     return where(is_near, x, found), torch.where(is_near, torch.zeros_like(bits), bits)
 
 
@@ -132,105 +124,87 @@ def _sine_and_cosine(k: int, base: Base, terms: int) -> list[Fraction]:
     return [Fraction((-1) ** k, math.factorial(2 * k + odd)) for odd in (1, 0)]
 
 
-def _remainder(x: Terms) -> tuple[Terms, Tensor]:
-    is_finite = torch.isfinite(x[0])
-    return without_quarters(tuple(torch.where(is_finite, t, 0.0) for t in x), len(x))
-
-
-def of_remainder(r: Terms, is_cosine: Tensor, terms: int) -> Terms:
+def _of_remainder(r: Guarded, is_cosine: Tensor) -> Guarded:
     """The sine of a remainder, or its cosine where `is_cosine` is set."""
-    m = terms + 1
-    value = polynomial(mul(r, r, m), _sine_and_cosine, _LOG2_R2, terms, is_cosine)
-    return mul(value, where(is_cosine, one(r[0]), r), m)
+    return polynomial(r * r, _sine_and_cosine, _LOG2_R2, is_cosine) * where(is_cosine, 1.0, r)
 
 
 def _from_multiple(x: Tensor, unit: float) -> Tensor:
     """x minus the nearest multiple of a power of two."""
-    least = unit * 2.0 ** (precision_of(x) - 1)
+    least = unit * 2.0 ** (BASES[x.dtype].precision - 1)
     size = x.abs()
     rest = torch.where(size >= least, 0.0, size - ((size + least) - least))
     return torch.where(x < 0, -rest, rest)
 
 
-def remainder(x: Terms, unit: float, count: int) -> Terms:
-    """x minus the nearest multiple of a power of two, as `count` terms."""
-    rest = gathered([_from_multiple(term, unit) for term in x], count)
-    return gathered([_from_multiple(rest[0], unit), *rest[1:]], count)
+def remainder(x: Guarded, unit: float) -> Guarded:
+    """x minus the nearest multiple of a power of two."""
+    first, *others = gathered([_from_multiple(term, unit) for term in x.terms], x.count)
+    return x.like(gathered([_from_multiple(first, unit), *others], x.count))
 
 
-def turn(distance: Terms, terms: int) -> tuple[Terms, Terms]:
+def turn(distance: Guarded) -> tuple[Guarded, Guarded]:
     """The sine and cosine of pi times a distance of at most 1/2."""
-    m = terms + 1
-    like = distance[0]
-    is_negative = like < 0
-    size = where(is_negative, neg(distance), distance)
-    is_far = size[0] > 0.25
-    size = where(is_far, sub(constants(Fraction(1, 2), 1, like), size, m), size)
-    angle = mul(size, constants(exact.pi(bits_of(like, terms)), m, like), m)
-    sine = of_remainder(angle, is_far, terms)
-    cosine = of_remainder(angle, ~is_far, terms)
-    return where(is_negative, neg(sine), sine), cosine
+    is_negative = distance.leading < 0
+    size = where(is_negative, -distance, distance)
+    is_far = size.leading > 0.25
+    angle = where(is_far, 0.5 - size, size) * size.of(exact.pi)
+    sine = _of_remainder(angle, is_far)
+    return where(is_negative, -sine, sine), _of_remainder(angle, ~is_far)
 
 
-def _special(x: Tensor, value: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(x), value, torch.nan)
+def _special(x: Guarded, plain: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(x.leading), plain, torch.nan)
 
 
-def _at(x: Terms, quarters: int) -> Terms:
+def _at(x: Guarded, quarters: int) -> Result:
     """The sine of x + quarters pi / 2."""
-    terms = len(x)
-    r, bits = _remainder(x)
+    r, bits = _without_quarters(x)
     bits = bits + quarters
-    value = of_remainder(r, (bits & 1) != 0, terms)
-    value = where((bits & 2) != 0, neg(value), value)
-    plain = _special(x[0], value[0])
-    return finish(value, terms, plain if quarters else torch.where(x[0] == 0, x[0], plain))
+    value = _of_remainder(r, (bits & 1) != 0)
+    value = where((bits & 2) != 0, -value, value)
+    return value, _special(x, value.leading)
 
 
-def sin(x: Terms) -> Terms:
+def sin(x: Guarded) -> Result:
     """The sine."""
-    return _at(x, 0)
+    value, plain = _at(x, 0)
+    return value, torch.where(x.leading == 0, x.leading, plain)
 
 
-def cos(x: Terms) -> Terms:
+def cos(x: Guarded) -> Result:
     """The cosine."""
     return _at(x, 1)
 
 
-def tan(x: Terms) -> Terms:
+def tan(x: Guarded) -> Result:
     """The tangent: sine / cosine, or -cosine / sine after an odd number of quarter turns."""
-    terms = len(x)
-    r, bits = _remainder(x)
+    r, bits = _without_quarters(x)
     is_odd = (bits & 1) != 0
-    value = div(of_remainder(r, is_odd, terms), of_remainder(r, ~is_odd, terms), terms + 1)
-    value = where(is_odd, neg(value), value)
-    plain = torch.where(x[0] == 0, x[0], _special(x[0], value[0]))
-    return finish(value, terms, plain)
+    value = _of_remainder(r, is_odd) / _of_remainder(r, ~is_odd)
+    value = where(is_odd, -value, value)
+    return value, torch.where(x.leading == 0, x.leading, _special(x, value.leading))
 
 
-def half_turns(x: Terms) -> tuple[Terms, Terms]:
+def half_turns(x: Guarded) -> tuple[Guarded, Guarded]:
     """The sine and cosine of pi |x|."""
-    terms, leading = len(x), x[0]
-    m = terms + 1
-    size = size_of(tuple(torch.where(torch.isfinite(leading), t, 0.0) for t in x))
-    rest = remainder(size, 2.0, m)
-    is_negative = rest[0] < 0
-    rest = size_of(rest)
-    is_far = rest[0] > 0.5
-    sine, cosine = turn(where(is_far, sub(one(leading), rest, m), rest), terms)
-    return where(is_negative, neg(sine), sine), where(is_far, neg(cosine), cosine)
+    rest = remainder(abs(where(torch.isfinite(x.leading), x, 0.0)), 2.0)
+    is_negative = rest.leading < 0
+    rest = abs(rest)
+    is_far = rest.leading > 0.5
+    sine, cosine = turn(where(is_far, 1 - rest, rest))
+    return where(is_negative, -sine, sine), where(is_far, -cosine, cosine)
 
 
-def sin_of_pi(x: Terms) -> Terms:
+def sin_of_pi(x: Guarded) -> Result:
     """The sine of pi x; a zero has the sign of x."""
-    leading = x[0]
     sine, _ = half_turns(x)
-    sine = where(torch.signbit(leading), neg(sine), sine)
-    plain = torch.where(sine[0] == 0, torch.copysign(sine[0], leading), sine[0])
-    return finish(sine, len(x), _special(leading, plain))
+    sine = where(torch.signbit(x.leading), -sine, sine)
+    signed_zero = torch.copysign(sine.leading, x.leading)
+    return sine, _special(x, torch.where(sine.leading == 0, signed_zero, sine.leading))
 
 
-def cos_of_pi(x: Terms) -> Terms:
+def cos_of_pi(x: Guarded) -> Result:
     """The cosine of pi x; a zero is +0."""
     _, cosine = half_turns(x)
-    return finish(cosine, len(x), _special(x[0], torch.where(cosine[0] == 0, 0.0, cosine[0])))
+    return cosine, _special(x, torch.where(cosine.leading == 0, 0.0, cosine.leading))
