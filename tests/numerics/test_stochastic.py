@@ -1,5 +1,6 @@
 """Stochastic rounding of the last term: without error in the mean, and from torch's generator."""
 
+import contextlib
 import copy
 import io
 import math
@@ -207,6 +208,19 @@ def test_a_fused_step_of_adamw_is_right_in_the_mean():
         deviation = numbers.std().item() / count**0.5
         assert abs(numbers.mean().item() - exact) < 4 * deviation + error
     assert torch.corrcoef(torch.stack(made))[0, 1].abs() < 4 / count**0.5  # of one hash
+
+
+def test_a_fused_step_needs_no_float64():
+    p, q = (nn.Parameter(sample(bf16x2sr, 5000)) for _ in range(2))
+    gradient = torch.randn(5000).bfloat16()
+    for x, context in ((p, contextlib.nullcontext()), (q, mcf.without_float64())):
+        torch.manual_seed(5)
+        optimizer = mcf.collage(torch.optim.AdamW([x], lr=1e-3, fused=True), "full")
+        with context:
+            for sign in (1, -1, 1):
+                x.grad = sign * gradient
+                optimizer.step()
+    assert_same_terms(p.detach(), q.detach())
 
 
 @pytest.mark.parametrize("path", [pytest.param("foreach", marks=pytest.mark.slow), "fused"])
