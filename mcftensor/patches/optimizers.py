@@ -16,10 +16,25 @@ from torch.optim import Optimizer
 
 from mcftensor.patches.sharded_optimizers import mean_over_ranks
 from mcftensor.patches.table import by_name, calls, patch, rows
+from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import any_format_of, format_of, is_held, local
 from mcftensor.tensor.dtensor import with_gradient_tensors
 from mcftensor.tensor.implicit_rounding import asking
 from mcftensor.tensor.step_context import Step, closure, current_step, in_step
+
+
+@patch(
+    "torch.optim.optimizer._foreach_supported_types",
+    "torch.utils._foreach_utils._foreach_supported_types",
+    why="Optimizers and clipping choose foreach kernels by default, as on CUDA, for listed types "
+    "of parameters.",
+    loss="optimizers and clipping use the for-loop over expansions, unless foreach=True or "
+    "fused=True is given.",
+    kind=list,
+)
+def _with_expansions(types: list[type]) -> list[type]:
+    types.append(MCFTensor)  # in place: others have imported the list
+    return types
 
 
 def _after_the_plan(initialize: Callable[..., Any]) -> Callable[..., Any]:
@@ -292,13 +307,14 @@ def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
 
     def watched(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not _is_as_meant(self):
-            calls.before_step(self, args, kwargs)
+            calls.before_step(self, *args, *kwargs.values())
         result = hooked(self, *args, **kwargs)
         if self in STEPS:
             STEPS[self] += 1
             if STEPS[self] % _OFTEN == 0:
                 calls.now_and_then(self)
-        else:
+        elif self.state or any(p.grad is not None for p in parameters_of(self)):
+            STEPS[self] = 0
             calls.after_step(self)
         return result
 

@@ -150,8 +150,8 @@ class _Calls:
     as_loaded: Callable[[Any, Any, Any], Any]
     """From a parameter, a state of it that is being loaded, and the state's name, the state that
     torch is to cast to the dtype of the parameter."""
-    before_step: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
-    """Looks at an optimizer before a step that may not be as it is meant to be. It is given the
+    before_step: Callable[..., None]
+    """Looks at an optimizer before a step that may not be as it is meant to be, and at the
     arguments of the step."""
     after_step: Callable[[Any], None]
     """Looks at the states of an optimizer after its first step."""

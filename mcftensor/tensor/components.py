@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.arithmetic.write_counts import moved, start, writes_of
-from mcftensor.formats import MAX_TERMS, Format, bytes_of
+from mcftensor.formats import MAX_TERMS, PLAIN, Format, bytes_of
 from mcftensor.passes.format_conversion import collapse, compute_tensor
 from mcftensor.tensor.first_expansion import WAITING, prepare
 from mcftensor.tensor.pending_scale import PendingScale
@@ -456,6 +456,11 @@ def any_format_of(x: object) -> Format | None:
         return x._format
     x = getattr(x, "_local_tensor", None)
     return x._format if isinstance(x, ComponentTensor) else None
+
+
+def stored_format_of(x: Tensor) -> Format:
+    """Return the format of a tensor, also of a plain one."""
+    return any_format_of(x) or PLAIN[x.dtype]
 
 
 # ------------------------------------------------- components from callers, pickles and checkpoints

@@ -19,7 +19,7 @@ from mcftensor.checkpoint.checkpoint_error import CheckpointError, extra, some
 from mcftensor.checkpoint.open_checkpoint import Checkpoint
 from mcftensor.checkpoint.open_checkpoint import tensors as tensors_of
 from mcftensor.tensor import text_tables
-from mcftensor.tensor.components import check_components
+from mcftensor.tensor.components import check_components, stored_format_of
 from mcftensor.tensor.tensor import MCFTensor
 
 if TYPE_CHECKING:
@@ -305,25 +305,20 @@ def _require_comparable(name: str, x: Tensor, y: Tensor) -> None:
                 check_components(t.components, t.format)
             except (AttributeError, LookupError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{name} is a damaged expansion ({error})") from error
-    for what, a, b in (("shape", tuple(x.shape), tuple(y.shape)), ("dtype", _dtype(x), _dtype(y))):
+    dtypes = stored_format_of(x).name, stored_format_of(y).name
+    for what, a, b in (("shape", tuple(x.shape), tuple(y.shape)), ("dtype", *dtypes)):
         if a != b:
             raise CheckpointError(f"{name} has {what} {a} in before and {b} in after")
 
 
-def _dtype(x: Tensor) -> str:
-    if isinstance(x, MCFTensor):
-        return x.format.name
-    return str(x.dtype).removeprefix("torch.")
-
-
 def _compare(name: str, x: Tensor, y: Tensor, threshold: float) -> TensorAudit:
-    counts = np.zeros(3, dtype=np.int64)
+    counts, dtype = np.zeros(3, dtype=np.int64), stored_format_of(x).name
     try:
         for a, b in _blocks(_floats(x), _floats(y)):
             counts += _count([_array(t) for t in a], [_array(t) for t in b])
     except NotImplementedError:
         raise CheckpointError(
-            f"{name} is of {_dtype(x)}, which cannot be compared; ignore it"
+            f"{name} is of {dtype}, which cannot be compared; ignore it"
         ) from None
     unchanged, zeros, ones = (int(count) / x.numel() for count in counts)
     verdict: Verdict = "moving"
@@ -331,7 +326,7 @@ def _compare(name: str, x: Tensor, y: Tensor, threshold: float) -> TensorAudit:
         verdict = "frozen"
     elif unchanged >= threshold:
         verdict = "mostly frozen"
-    return TensorAudit(name, tuple(x.shape), _dtype(x), unchanged, zeros, ones, verdict)
+    return TensorAudit(name, tuple(x.shape), dtype, unchanged, zeros, ones, verdict)
 
 
 def _leading(x: Tensor) -> Tensor:

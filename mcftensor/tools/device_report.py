@@ -28,7 +28,7 @@ from mcftensor.tools.known_results import (
     recorded_digests,
 )
 from mcftensor.training.collage import collage
-from mcftensor.training.round_trips import components_of
+from mcftensor.training.format_change import components_of
 
 _PERIOD = 1 << 16
 """The number of elements after which large tensors repeat."""

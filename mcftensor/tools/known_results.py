@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from mcftensor.arithmetic import eft
@@ -23,9 +24,9 @@ from mcftensor.kernels.without_float64 import has_float64, widest, without_float
 from mcftensor.passes.expressions import Expression, Operand, carry_out
 from mcftensor.passes.format_conversion import decode_columns, encode_columns
 from mcftensor.tensor.tensor import MCFTensor
-from mcftensor.tools.hard_inputs import any_bits, full_bits, hard_terms
+from mcftensor.tools.hard_inputs import any_bits, full_bits, hard_terms, hashes
 from mcftensor.training.collage import collage
-from mcftensor.training.round_trips import components_of
+from mcftensor.training.format_change import components_of
 
 FILE = Path(__file__).with_name("digests.json")
 
@@ -261,3 +262,50 @@ def _parameter(format: Format, seed: int, device: torch.device) -> nn.Parameter:
     components = [y.to(device) for y in made]
     writes = torch.tensor(seed << 32, device=device) if format.rounding == "balanced" else None
     return nn.Parameter(MCFTensor.of(components, format, writes=writes))
+
+
+# ----------------------------------------------------------------------------- a backward pass
+
+_WIDTH, _WORDS, _LENGTH, _BATCH = 96, 101, 33, 3
+
+
+def leaf_digest(device: torch.device) -> str:
+    """Return the digest of the gradients of one microbatch of a small network, in bfloat16.
+
+    Its operations are torch's, whose bits differ between processors, releases and numbers of
+    threads. Machines that compute the leaves of one step must agree.
+    """
+    return bits_digest(_gradients(device))
+
+
+def _gradients(device: torch.device) -> tuple[Tensor, ...]:
+    """Gradients of an attention and a GELU layer, with norms, an embedding and a cross entropy."""
+    shapes = {
+        "embedding": (_WORDS, _WIDTH),
+        "queries, keys, values": (3 * _WIDTH, _WIDTH),
+        "up": (4 * _WIDTH, _WIDTH),
+        "down": (_WIDTH, 4 * _WIDTH),
+        "gain": (_WIDTH,),
+        "offset": (_WIDTH,),
+    }
+    weights = [
+        (full_bits(torch.bfloat16, name, *shape) / 64).to(device).requires_grad_()
+        for name, shape in shapes.items()
+    ]
+    words = ((hashes("words", _BATCH, _LENGTH) >> 8) % _WORDS).to(device)
+    with torch.enable_grad():
+        loss = _loss(weights, words)
+        return torch.autograd.grad(loss, weights)
+
+
+def _loss(weights: list[Tensor], words: Tensor) -> Tensor:
+    embedding, projection, up, down, gain, offset = weights
+    x = functional.embedding(words[:, :-1], embedding)
+    normed = functional.layer_norm(x, (_WIDTH,), gain, offset)
+    queries, keys, values = functional.linear(normed, projection).chunk(3, -1)
+    shares = (queries @ keys.transpose(-1, -2) / _WIDTH**0.5).softmax(-1)
+    x = x + shares @ values
+    normed = functional.layer_norm(x, (_WIDTH,), gain, offset)
+    x = x + functional.linear(functional.gelu(functional.linear(normed, up)), down)
+    logits = functional.linear(x, embedding).float()
+    return functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())

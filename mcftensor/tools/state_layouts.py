@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from mcftensor.convert import as_expansion
 from mcftensor.formats import PLAIN, Format, bytes_of
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.components import any_format_of, local
-from mcftensor.training.shadow import CannotShadow, bare, options_of, plain_step, trying
+from mcftensor.tensor.components import any_format_of, local, stored_format_of
+from mcftensor.training.shadow import CannotShadow, plain_step, trial_of, trying
 
 # Lengths of stand-ins, for the shortest dimension, the next, and so on. A length of a state that
 # follows a dimension differs between the two, as no length does that is always the same.
@@ -40,7 +40,7 @@ class TensorLayout:
         """Return the layout of a tensor, or of this rank's shard of it."""
         x = local(x)
         counts_writes = isinstance(x, MCFTensor) and x.writes is not None
-        return TensorLayout(any_format_of(x) or PLAIN[x.dtype], x.shape, counts_writes)
+        return TensorLayout(stored_format_of(x), x.shape, counts_writes)
 
     @staticmethod
     def of_gradient(p: Tensor) -> TensorLayout:
@@ -124,22 +124,19 @@ def _trial(optimizer: Optimizer, kinds: Sequence[Kind], lengths: Sequence[int]) 
 def _steps(
     optimizer: Optimizer, kinds: Sequence[Kind], lengths: Sequence[int], *, sparse: bool
 ) -> list[States]:
-    trial = bare(optimizer, ())
     plan = optimizer.__dict__.get("_collage")
-    if plan is not None:
-        trial.__dict__["_collage"] = plan
     with trying():
         own = []
         for _, format, pattern in kinds:
             x = torch.rand(_stand_in(pattern, lengths), device="cpu")
             is_plain = isinstance(format, torch.dtype)
             own.append(nn.Parameter(x.to(format) if is_plain else as_expansion(x, format)))
-        for g, group in enumerate(optimizer.param_groups):
-            options = tree_map_only(Tensor, lambda x: x.detach().cpu().clone(), options_of(group))
-            if "capturable" in options:
-                options["capturable"] = False
-            chosen = [p for p, kind in zip(own, kinds, strict=True) if kind[0] == g]
-            trial.param_groups.append({"params": chosen, **options})
+        stand_ins: dict[int, list[Tensor]] = {g: [] for g in range(len(optimizer.param_groups))}
+        for p, (g, *_) in zip(own, kinds, strict=True):
+            stand_ins[g].append(p)
+        trial = trial_of(optimizer, stand_ins)
+        if plan is not None:
+            trial.__dict__["_collage"] = plan
         for _ in range(2):
             for p in own:
                 p.grad = _gradient(p, sparse=sparse)

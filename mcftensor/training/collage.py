@@ -26,7 +26,7 @@ from mcftensor.patches.optimizers import (
 )
 from mcftensor.patches.table import calls
 from mcftensor.tensor.components import any_format_of, format_of
-from mcftensor.training.shadow import CannotShadow, bare, options_of, plain_step, trying
+from mcftensor.training.shadow import CannotShadow, plain_step, trial_of, trying
 from mcftensor.training.state_names import FIRST_MOMENTS, SECOND_MOMENTS, WIDE, compact_format
 from mcftensor.training.step_warnings import warn_of_plain_parameters
 
@@ -395,9 +395,8 @@ def _trial_names(optimizer: Optimizer) -> set[str]:
     names: set[str] = set()
     # LBFGS wants a closure, SparseAdam sparse gradients, Adagrad of torch 2.11 its states.
     with contextlib.suppress(CannotShadow, LookupError, RuntimeError, TypeError), trying():
-        for group in optimizer.param_groups:
-            options = copy.deepcopy(options_of(group)) | {"capturable": False}
-            trial = bare(optimizer, [{"params": [dummy], **options}])
+        for g in range(len(optimizer.param_groups)):
+            trial = trial_of(optimizer, {g: [dummy]})
             step(trial)
             names |= set(trial.state.get(dummy, {}))
         return names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mcftensor.convert import Held, Overrides, as_plain, for_shape, plan_conversion
-from mcftensor.dispatch.operands import as_state, value_of
+from mcftensor.dispatch.operands import as_state, value_in, value_of
 from mcftensor.formats import PLAIN, Format, named, require_format
 from mcftensor.kernels.without_float64 import PAIR, has_float64
 from mcftensor.patches.optimizers import parameters_of
+from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import format_of, local
 from mcftensor.tensor.step_context import current_step
 from mcftensor.training.collage import CollagePlan, Mode, collage, plan_of
-from mcftensor.training.round_trips import differing, in_format
 from mcftensor.wings import wing_or_none
 
 if TYPE_CHECKING:
@@ -302,6 +302,32 @@ def _is_made_for(x: object, name: str, p: Tensor, made: set[Format]) -> bool:
 
 def _name_in(model: nn.Module, p: Tensor) -> str:
     return next((name for name, q in model.named_parameters() if q is p), "a parameter")
+
+
+# ----------------------------------------------------------------------------------- losses
+
+
+def in_format(format: Format, x: Tensor, count: Tensor | None = None) -> Tensor:
+    """Return a tensor in a format, or as a plain one, rounded once."""
+    if format.arithmetic == "plain":
+        return as_plain(x, format.dtype)
+    return value_in(x, format, count)
+
+
+def differing(x: Tensor, y: Tensor) -> int:
+    """Return the number of elements of two tensors in one format with other bits, NaNs aside."""
+    differ = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+    for a, b in zip(components_of(x), components_of(y), strict=True):
+        other = a != b
+        if a.is_floating_point():
+            other = (other & ~(a.isnan() & b.isnan())) | (a.signbit() != b.signbit())
+        differ |= other
+    return int(differ.sum())
+
+
+def components_of(x: Tensor) -> Sequence[Tensor]:
+    """Return the components of an expansion, or a plain tensor itself."""
+    return x.components if isinstance(x, MCFTensor) else [x]
 
 
 def _widely(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from mcftensor.training.shadow import bare, deepcopied, options_of, plain_step, trying
+from mcftensor.training.shadow import options_of, plain_step, trial_of, trying
 
 
 def step_alone(optimizer: Optimizer, chosen: Mapping[int, Sequence[Tensor]]) -> None:
@@ -62,14 +62,12 @@ def _trial(
     optimizer: Optimizer, take: Callable[[Optimizer], None]
 ) -> tuple[list[Tensor], list[Any], list[Any]]:
     """Return parameters, states and groups after some steps of a copy over separate tensors."""
-    groups: list[dict[str, Any]] = []
-    for options in {repr(x): x for x in map(options_of, optimizer.param_groups)}.values():
-        group = {name: deepcopied(x, {}) for name, x in options.items()}
-        if "capturable" in group:
-            group["capturable"] = False
-        groups.append({"params": [torch.nn.Parameter(_drawn(i)) for i in range(2)], **group})
-    trial = bare(optimizer, groups)
-    parameters = [p for group in groups for p in group["params"]]
+    distinct = {repr(options_of(group)): g for g, group in enumerate(optimizer.param_groups)}
+    stand_ins: dict[int, list[Tensor]] = {
+        g: [torch.nn.Parameter(_drawn(i)) for i in range(2)] for g in distinct.values()
+    }
+    trial = trial_of(optimizer, stand_ins)
+    parameters = [p for group in stand_ins.values() for p in group]
     with trying(parameters):
         for step in range(3):
             for i, p in enumerate(parameters):

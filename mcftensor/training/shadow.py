@@ -253,13 +253,24 @@ def require_single(caller: str, optimizer: object, repair: str) -> None:
             raise ValueError(f"{caller}: {name} steps other optimizers; {repair.format(found)}")
 
 
-def bare(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
-    """Return a copy of an optimizer without states and hooks, over other groups of parameters."""
+def trial_of(optimizer: Optimizer, stand_ins: Mapping[int, Sequence[Tensor]]) -> Any:
+    """Return a copy of an optimizer without states and hooks, over parameters on the CPU that stand
+    in for those of its groups.
+    """
     trial: Any = object.__new__(type(optimizer))
     trial.__dict__ = attributes(optimizer, {id(optimizer): trial})
     trial.state = type(optimizer.state)(dict)
-    trial.param_groups = list(groups)
+    trial.param_groups = []
+    for g, parameters in stand_ins.items():
+        options = tree_map(_on_cpu, options_of(optimizer.param_groups[g]))
+        if "capturable" in options:
+            options["capturable"] = False
+        trial.param_groups.append({"params": list(parameters), **options})
     return trial
+
+
+def _on_cpu(option: Any) -> Any:
+    return option.detach().cpu().clone() if isinstance(option, Tensor) else deepcopied(option, {})
 
 
 @contextlib.contextmanager

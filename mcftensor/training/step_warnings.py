@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import warnings
 import weakref
@@ -20,8 +21,8 @@ from mcftensor import convert
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.checkpoint.checkpoint_error import some
-from mcftensor.checkpoint.module_hooks import KEPT, rounded
-from mcftensor.formats import Format
+from mcftensor.checkpoint.module_hooks import rounded
+from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels.block_scales import BLOCK_SIZE, block_max, spread
 from mcftensor.patches.optimizers import (
     CHECKED,
@@ -33,11 +34,19 @@ from mcftensor.patches.optimizers import (
 )
 from mcftensor.patches.table import calls
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.components import any_format_of, format_of, holder_of, is_held, local
+from mcftensor.tensor.components import (
+    any_format_of,
+    format_of,
+    holder_of,
+    is_held,
+    local,
+    stored_format_of,
+)
 from mcftensor.tensor.implicit_rounding import is_moved
 from mcftensor.training.gradient_hooks import Handle
 from mcftensor.training.state_names import SECOND_MOMENTS
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -102,9 +111,13 @@ class ZeroMomentWarning(UserWarning):
     """
 
 
+_warned: weakref.WeakKeyDictionary[Optimizer, set[tuple[str, Any]]] = weakref.WeakKeyDictionary()
+"""The kinds of warnings that an optimizer has had, and the parameter or state of each."""
+
+
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn, with the first frame outside of torch and this package as the place."""
-    level, frame = 3, sys._getframe(2)
+    level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
         ("torch.", "mcftensor.", "contextlib")
     ):
@@ -112,81 +125,83 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    warn_of_plain_parameters(optimizer)
-    if optimizer not in _detached:
-        _warn_of_detached(optimizer, args, kwargs)
-
-
-calls.before_step = _before_step
+def _new(optimizer: Optimizer, kind: str, found: Mapping[K, T]) -> dict[K, T]:
+    """Return what was not warned of before; from now on it was."""
+    known = _warned.setdefault(optimizer, set())
+    new = {name: x for name, x in found.items() if (kind, name) not in known}
+    known.update((kind, name) for name in new)
+    return new
 
 
 # ----------------------------------------------------------------------------- plain parameters
 
 _over_expansions: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have stepped expansions."""
-_told: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
 
 
 def warn_of_plain_parameters(optimizer: Optimizer) -> None:
     """Warn of the plain parameters of an optimizer by name, unless an override keeps them plain."""
     if torch.compiler.is_compiling():
         return
-    name, has_stepped = type(optimizer).__name__, optimizer in _over_expansions
-    if KEPT and (kept := rounded(parameters_of(optimizer))):
+    caller, has_stepped = type(optimizer).__name__, optimizer in _over_expansions
+    if kept := rounded(parameters_of(optimizer)):
         _, p, format = kept[0]
         warn(
-            f"{name}: {some([x for x, *_ in kept], 1)} were loaded from expansions in "
+            f"{caller}: {some([name for name, *_ in kept], 1)} were loaded from expansions in "
             f"{format.name} and are plain {p.dtype}, so they were rounded, and the run that was "
             "saved goes on with other bits. To go on with all terms, call mcf.as_expansion(model) "
             "after load_state_dict, or before it; if plain weights are meant, mcf.as_plain(model)",
             PlainParameterWarning,
         )
-    left = {} if optimizer in CHECKED else _left_plain(optimizer)
-    if left:
+    again = {} if optimizer in CHECKED else _plain_again(optimizer)
+    if again:
         warn(
-            f"{name} has stepped expansions, and {some(left, 1)} are plain "
-            f"{next(iter(left.values())).dtype} since mcf.as_plain(model), which converts in "
-            "place. To export a model in training, convert a copy: "
-            "mcf.as_plain(copy.deepcopy(model)). To go on with plain weights, make the optimizer "
-            "anew",
+            f"{caller} has stepped expansions, and {some(again, 1)} are plain "
+            f"{_dtype_of(again)} since mcf.as_plain(model), which converts in place. To export a "
+            "model in training, convert a copy: mcf.as_plain(copy.deepcopy(model)). To go on with "
+            "plain weights, make the optimizer anew",
             PlainParameterWarning,
         )
-    others = [p for p in parameters_of(optimizer) if not isinstance(p, MCFTensor)]
-    plain = [p for p in others if p.dtype in NARROW and p.requires_grad and format_of(p) is None]
-    told = _told.setdefault(optimizer, set()) if plain else set()
-    new = [p for p in plain if id(p) not in told]
+    plain = {
+        id(p): p
+        for p in parameters_of(optimizer)
+        if p.dtype in NARROW and p.requires_grad and any_format_of(p) is None
+    }
+    new = _new(optimizer, "plain", plain)
     if not new:
         return
-    told.update(map(id, new))
     modules = convert.converted_modules()
     names = {id(p): name for m in modules for name, p in m.named_parameters()}
-    meant = {id(p) for m in modules for p in convert.left_plain(m)}
-    new = [p for p in new if id(p) not in meant]
-    is_late = has_stepped and not left
-    entered = [p for p in new if is_moved(p) or (is_late and id(p) not in names)]
-    if entered:
-        found = some(names.get(id(p), f"one of shape {tuple(p.shape)}") for p in entered)
+    for p in itertools.chain.from_iterable(map(convert.left_plain, modules)):
+        new.pop(id(p), None)
+    is_late = has_stepped and not again
+    made = {i: p for i, p in new.items() if is_moved(p) or (is_late and i not in names)}
+    if made:
+        found = some(names.get(i, f"one of shape {tuple(p.shape)}") for i, p in made.items())
         warn(
-            f"{name}: parameters are plain {entered[0].dtype}, where small updates are lost, and "
+            f"{caller}: parameters are plain {_dtype_of(made)}, where small updates are lost, and "
             f"are made of expansions or came in beside them: {found}. Outside of a step torch.cat, "
             "torch.where and others move leading terms alone if a plain tensor is among their "
             "operands. To keep the format and all terms, give them values: "
             "nn.Parameter(torch.cat([mcf.as_expansion(p), new]))",
             PlainParameterWarning,
         )
-    new = [p for p in new if id(p) in names and not any(p is q for q in entered)]
-    if new:
+    left = {i: p for i, p in new.items() if i in names and i not in made}
+    if left:
         warn(
-            f"{name}: parameters of a model of expansions are plain {new[0].dtype}, where small "
-            f"updates are lost: {some(names[id(p)] for p in new)}. They were frozen when the model "
-            "was converted, or are new. Call mcf.as_expansion(model) again, which converts just "
-            "these, or leave them as they are by overrides",
+            f"{caller}: parameters of a model of expansions are plain {_dtype_of(left)}, where "
+            f"small updates are lost: {some(names[i] for i in left)}. They were frozen when the "
+            "model was converted, or are new. Call mcf.as_expansion(model) again, which converts "
+            "just these, or leave them as they are by overrides",
             PlainParameterWarning,
         )
 
 
-def _left_plain(optimizer: Optimizer) -> dict[str, Tensor]:
+def _dtype_of(found: Mapping[Any, Tensor]) -> torch.dtype:
+    return next(iter(found.values())).dtype
+
+
+def _plain_again(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the parameters that became plain since the optimizer was made or stepped."""
     had_expansions = optimizer in _over_expansions or "_collage" in optimizer.__dict__
     names = convert.left_expansions() if had_expansions else {}
@@ -199,11 +214,10 @@ def _left_plain(optimizer: Optimizer) -> dict[str, Tensor]:
 
 # -------------------------------------------------------------------------- detached parameters
 
-_detached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that the warning has been raised for."""
 
-
-def _warn_of_detached(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _warn_of_detached(optimizer: Optimizer, arguments: Iterable[object]) -> None:
+    if ("detached", None) in _warned.get(optimizer, ()):
+        return
     chosen = list(looked_at(optimizer))
     gone = [p for p in chosen if _is_gone(p)]
     if any(p.grad is not None for p in chosen):  # others have theirs by now
@@ -211,13 +225,13 @@ def _warn_of_detached(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         gone += [p for p, own in held if own is not None and own[0]() is None]
     if gone:
         found = f"{_names(gone)} {'is' if len(gone) == 1 else 'are'} no longer in the module"
-    elif _has_gradients(optimizer, args, kwargs):
+    elif _has_gradients(optimizer, arguments):
         return
     elif named := [p for p in parameters_of(optimizer) if _holder(p) is not None]:
         found = f"none of its parameters has a gradient: {_names(named)}"
     else:
         return
-    _detached.add(optimizer)
+    _new(optimizer, "detached", {None: found})
     warn(
         f"{type(optimizer).__name__}: {found}. The step does not train a model whose parameters "
         "were made anew since, as by setattr(module, name, nn.Parameter(...)). Write to parameters "
@@ -248,12 +262,12 @@ def _is_gone(p: Any) -> bool:
     return True
 
 
-def _has_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
+def _has_gradients(optimizer: Optimizer, arguments: Iterable[object]) -> bool:
     """Whether a gradient is there, or will be by a closure, or was and has stepped in backward."""
     own = optimizer._optimizer_step_pre_hooks.values()
     return (
         any(p.grad is not None for p in parameters_of(optimizer))
-        or any(callable(x) for x in (*args, *kwargs.values()))
+        or any(map(callable, arguments))
         or any(isinstance(getattr(hook, "__self__", None), Handle) for hook in own)
     )
 
@@ -279,16 +293,13 @@ _REPAIRS = {
 """By whether a state has the shape of its parameter."""
 
 
-def _after_step(optimizer: Optimizer) -> None:
+def _warn_of_narrow_states(optimizer: Optimizer) -> None:
     """Warn of narrow states after a step that has made states, or makes none.
 
     A state in the shape of its parameter is an expansion, or plain because a mode says so, or a
     copy of the gradient, or from before the conversion of its parameter, or made in the dtype of
     its gradient.
     """
-    if not optimizer.state and all(p.grad is None for p in parameters_of(optimizer)):
-        return
-    STEPS[optimizer] = 0
     has_mode = "_collage" in optimizer.__dict__
     found = {
         (name, x.shape == p.shape): x.dtype
@@ -299,18 +310,15 @@ def _after_step(optimizer: Optimizer) -> None:
         if type(x) is Tensor and x.dtype in NARROW
         if x.shape != p.shape or not (has_mode or _is_gradient(x, p))
     }
-    _warn_of_narrow_rate(optimizer)
-    _warn_of_vanished(optimizer)
     if found:
         states = sorted(found.items(), key=str)
-        told = ", ".join(f"{name} ({str(dtype)[6:]})" for (name, _), dtype in states)
         moments = {name for name, is_like in found if is_like}
         mode = "plus" if moments <= SECOND_MOMENTS else "full"  # the first leaves others plain
         repairs = ". ".join(_REPAIRS[kind] for kind in sorted({like for _, like in found}))
-        repairs = repairs.format(mode=mode)
         warn(
             f"{type(optimizer).__name__} keeps states in 16 bits beside parameters that are "
-            f"expansions: {told}. What they sum or average loses small changes. {repairs}",
+            f"expansions: {', '.join(f'{name} ({PLAIN[x].name})' for (name, _), x in states)}. "
+            f"What they sum or average loses small changes. {repairs.format(mode=mode)}",
             NarrowStateWarning,
         )
 
@@ -321,6 +329,77 @@ def _is_gradient(x: Tensor, p: Tensor) -> bool:
     if type(g) is not Tensor or g.dtype != x.dtype or g.shape != x.shape or is_fake(g):
         return False
     return torch.equal(x, g) or torch.equal(x, -g)
+
+
+def _warn_of_narrow_rate(optimizer: Optimizer) -> None:
+    """Warn of a learning rate that rounds to itself when a schedule multiplies it."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    narrow = [x.dtype for x in rates if isinstance(x, Tensor) and x.dtype in NARROW]
+    if narrow and has_expansions(optimizer):
+        warn(
+            f"{type(optimizer).__name__}: the learning rate is a tensor of {narrow[0]}. A schedule "
+            "that changes it by less than its resolution a step, such as a factor of 0.999, leaves "
+            "it as it is. Give a number, or a tensor of torch.float32",
+            NarrowStateWarning,
+        )
+
+
+# ---------------------------------------------------------- states that their formats do not hold
+
+_RANGE = (
+    "Keep them in a format with the range of float32: mcf.collage(optimizer, 'compact'), or "
+    "weights in mcf.fp16i16"
+)
+_CLIP = (
+    "Clip gradients, look for the step whose gradient was that large, and drop the states of these "
+    "parameters, or keep them in mcf.bf16i16: mcf.collage(optimizer, {'exp_avg_sq': mcf.bf16i16})"
+)
+
+_UNHELD = {
+    "saturated": (
+        SaturationWarning,
+        "numbers are too large for their format, or not finite: {blocks}. Neighbours in a block of "
+        "32 hardly move while this lasts",
+        _CLIP,
+    ),
+    "raised": (
+        SaturationWarning,
+        "beside one large number, most second moments of a block of 32 are raised to the smallest "
+        "number that its scale allows: {blocks}. Their weights hardly move until the large one has "
+        "decayed",
+        _CLIP,
+    ),
+    "zero": (
+        ZeroMomentWarning,
+        "second moments in {format} are zero where first moments are not, and a weight moved by "
+        "{largest:.0f} learning rates, since the step divides by eps alone: {names}",
+        _RANGE,
+    ),
+}
+"""What a format does not hold: the category, the sentence and the repair."""
+
+Unheld = Mapping[str, Mapping[str, tuple[float, Tensor]]]
+"""By kinds of these and by names: the number of blocks, or the largest movement in learning rates;
+and the tensor."""
+
+
+def warn_of_unheld(optimizer: Optimizer, unheld: Unheld) -> None:
+    """Warn of tensors that their formats do not hold, once of each; figures of 0 are left out."""
+    for kind, found in unheld.items():
+        new = _new(optimizer, kind, {name: pair for name, pair in found.items() if pair[0]})
+        if new:
+            category, sentence, repair = _UNHELD[kind]
+            largest, x = max(new.values(), key=lambda pair: pair[0])
+            blocks = [
+                f"{name} of shape {tuple(x.shape)} in {stored_format_of(x).name}: {n} "
+                f"block{'s' * (n > 1)}"
+                for name, (n, x) in new.items()
+            ]
+            format = stored_format_of(x).name
+            told = sentence.format(
+                blocks=some(blocks, 5), names=some(new), largest=largest, format=format
+            )
+            warn(f"{type(optimizer).__name__}: {told}. {repair}", category)
 
 
 def _warn_of_vanished(optimizer: Optimizer) -> None:
@@ -347,26 +426,55 @@ def _warn_of_vanished(optimizer: Optimizer) -> None:
         )
 
 
-_RANGE = (
-    "Keep them in a format with the range of float32: mcf.collage(optimizer, 'compact'), or "
-    "weights in mcf.fp16i16"
-)
+_APART, _SELDOM = 20, 256
+"""Binades between the largest scale and their mean, and steps, after which numbers are read."""
 
 
-def _warn_of_narrow_rate(optimizer: Optimizer) -> None:
-    """Warn of a learning rate that rounds to itself when a schedule multiplies it."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    narrow = [x.dtype for x in rates if isinstance(x, Tensor) and x.dtype in NARROW]
-    if narrow and has_expansions(optimizer):
-        warn(
-            f"{type(optimizer).__name__}: the learning rate is a tensor of {narrow[0]}. A schedule "
-            "that changes it by less than its resolution a step, such as a factor of 0.999, leaves "
-            "it as it is. Give a number, or a tensor of torch.float32",
-            NarrowStateWarning,
-        )
+def _look_at_scales(optimizer: Optimizer) -> None:
+    """Warn of states with saturated blocks, which are looked for where a scale is the largest, and
+    with raised ones, where a scale is far from the others.
+
+    Scales are a thirty-third of the bytes of a state.
+    """
+    if torch.compiler.is_compiling():
+        return
+    own = {name: _in_blocks(x) for name, x in _tensors_of(optimizer).items()}
+    found = {name: x for name, x in own.items() if x is not None and x.numel()}
+    if not found:
+        return
+    # A view, or `x.components`, would have the next step copy what it may write in place.
+    scales = [x._held()[i].float() for x in found.values() for i in x.format.shared]
+    largest = torch.stack(torch._foreach_max(scales)).tolist()
+    means = torch.stack([y.mean() for y in scales]).tolist()
+    unheld: dict[str, dict[str, tuple[float, Tensor]]] = {"saturated": {}, "raised": {}}
+    for (name, x), most, mean in zip(found.items(), largest, means, strict=True):
+        if most >= _extremes(x.format)[0]:
+            unheld["saturated"][name] = int(saturated_blocks(x) or 0), x
+        elif most - mean > _APART and STEPS[optimizer] % _SELDOM == 0:
+            unheld["raised"][name] = int(raised_blocks(x) or 0), x
+    warn_of_unheld(optimizer, unheld)
 
 
-# -------------------------------------------------------------------------------- saturation
+def _look_at_all(optimizer: Optimizer) -> None:
+    """Warn of states and parameters with saturated blocks."""
+    if torch.compiler.is_compiling():
+        return
+    tensors = _tensors_of(optimizer)
+    found = {name: (int(saturated_blocks(x) or 0), x) for name, x in tensors.items()}
+    warn_of_unheld(optimizer, {"saturated": found})
+
+
+def _tensors_of(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the parameters and states of an optimizer by their names."""
+    tensors: dict[str, Any] = {}
+    for name, _, p in named_parameters_of(optimizer):
+        own = optimizer.state.get(p)
+        states = own if isinstance(own, dict) else {}
+        tensors |= {name: p, **{f"{key} of {name}": x for key, x in states.items()}}
+    return {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
+
+
+# ----------------------------------------------------------------------------- counts of blocks
 
 # Elements that are decoded together.
 _PART = 1 << 20
@@ -382,14 +490,12 @@ def saturated_blocks(x: Tensor) -> Tensor | None:
         The count as an int64 without dimensions on the device of x, without synchronization;
         None if elements share no scales.
     """
-    x = local(x.detach())
-    if not isinstance(x, MCFTensor) or not x.format.shared or is_fake(x) or x.is_meta:
+    own = _in_blocks(x)
+    if own is None:
         return None
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    limit = _largest(x.format)
-    for numbers in _parts(x):
-        total += block_max((~(numbers.abs() < limit)).to(torch.int32)).sum()
-    return total
+    limit = _extremes(own.format)[1]
+    saturated = (block_max((~(part.abs() < limit)).to(torch.int32)).sum() for part in _parts(own))
+    return sum(saturated, start=torch.zeros((), dtype=torch.int64, device=own.device))
 
 
 def raised_blocks(x: Tensor) -> Tensor | None:
@@ -402,14 +508,12 @@ def raised_blocks(x: Tensor) -> Tensor | None:
         The count as an int64 without dimensions on the device of x, without synchronization;
         None if small elements round to zero, or elements share no scales.
     """
-    x = local(x.detach())
-    if not isinstance(x, MCFTensor) or not x.format.shared or is_fake(x) or x.is_meta:
+    own = _in_blocks(x)
+    smallest = 0.0 if own is None else _extremes(own.format)[2]
+    if own is None or not smallest:
         return None
-    smallest = _smallest(x.format)
-    if not smallest:
-        return None
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for numbers in _parts(x):
+    total = torch.zeros((), dtype=torch.int64, device=own.device)
+    for numbers in _parts(own):
         # Floats that are not negative have the order of their patterns.
         largest = block_max(numbers.view(torch.int32)).view(torch.float32)
         raised = (numbers > 0) & (numbers <= 2 * smallest * spread(largest, numbers))
@@ -419,163 +523,50 @@ def raised_blocks(x: Tensor) -> Tensor | None:
     return total
 
 
-def _parts(x: MCFTensor) -> Iterator[Tensor]:
+def _in_blocks(x: Tensor) -> MCFTensor | None:
+    """Return this rank's part of a tensor with data whose elements share scales, or None."""
+    x = local(x)
+    if not isinstance(x, MCFTensor) or not x.format.shared or is_fake(x) or x.is_meta:
+        return None
+    return x
+
+
+def _parts(x: Any) -> Iterator[Tensor]:
     """Yield the decoded numbers, whole rows at a time."""
     rows = max(1, _PART // max(1, x.numel() // max(1, x.shape[0])))
-    for part in zip(*(y.split(rows) for y in x._read()), strict=True):
+    for part in zip(*(y.split(rows) for y in x.detach()._read()), strict=True):
         (numbers,) = x.format.decode(part)
         yield numbers
 
 
-def _look_at_scales(optimizer: Optimizer) -> None:
-    """Warn of states with saturated blocks, which are looked for where a scale is the largest, and
-    with raised ones, where a scale is far from the others.
-
-    Scales are a thirty-third of the bytes of a state.
+@functools.lru_cache(maxsize=64)
+def _extremes(format: Format) -> tuple[int, float, float]:
+    """Return the largest scale of a block, the largest number, and the number that 1e-30 becomes
+    beside a 1, which is 0 if it rounds to zero.
     """
-    if torch.compiler.is_compiling():
-        return
-    held = {name: local(x) for name, x in _tensors_of(optimizer).items()}
-    found = {
-        name: x
-        for name, x in held.items()
-        if isinstance(x, MCFTensor) and x.format.shared and x.numel() and not x.is_meta
-    }
-    if not found or any(map(is_fake, found.values())):
-        return
-    # A view, or `x.components`, would have the next step copy what it may write in place.
-    scales = [x._held()[i].float() for x in found.values() for i in x.format.shared]
-    largest = torch.stack(torch._foreach_max(scales)).tolist()
-    means = torch.stack([y.mean() for y in scales]).tolist()
-    at_limit: dict[str, tuple[int, Tensor]] = {}
-    apart: dict[str, tuple[int, Tensor]] = {}
-    for (name, x), most, mean in zip(found.items(), largest, means, strict=True):
-        if most >= _largest_scale(x.format):
-            at_limit[name] = int(saturated_blocks(x)), x  # type: ignore[arg-type]
-        elif most - mean > _APART and STEPS[optimizer] % _SELDOM == 0:
-            count = raised_blocks(x)
-            apart[name] = 0 if count is None else int(count), x
-    warn_of_saturation(optimizer, at_limit)
-    warn_of_raised(optimizer, apart)
-
-
-_APART, _SELDOM = 20, 256
-"""Binades between the largest scale and their mean, and steps, after which numbers are read."""
-
-
-@functools.lru_cache(maxsize=64)
-def _largest_scale(format: Format) -> int:
-    """Return the scale of a block with the largest number of a format."""
+    x = torch.full((2, BLOCK_SIZE), 1e-30, device="cpu")
+    x[0], x[1, 0] = torch.finfo(torch.float32).max, 1.0
+    components = format.nearest.encode(Sum([x]), None)
+    (numbers,) = format.decode(components)
     (place,) = format.shared
-    return int(format.nearest.encode(Sum([_most()]), None)[place].max())
+    return int(components[place].max()), float(numbers.amax()), float(numbers[1, 1])
 
 
-def _most() -> Tensor:
-    return torch.full((1, BLOCK_SIZE), torch.finfo(torch.float32).max, device="cpu")
+# ------------------------------------------------------------------------------------------ hooks
 
 
-@functools.lru_cache(maxsize=64)
-def _largest(format: Format) -> float:
-    """Return the number at which a format saturates."""
-    return float(format.decode(format.nearest.encode(Sum([_most()]), None))[0].amax())
+def _before_step(optimizer: Optimizer, *arguments: Any) -> None:
+    warn_of_plain_parameters(optimizer)
+    _warn_of_detached(optimizer, arguments)
 
 
-@functools.lru_cache(maxsize=64)
-def _smallest(format: Format) -> float:
-    """Return the number that 1e-30 becomes beside a 1, or 0 if it rounds to zero."""
-    beside = torch.full((1, BLOCK_SIZE), 1e-30, device="cpu")
-    beside[0, 0] = 1.0
-    return float(format.decode(format.nearest.encode(Sum([beside]), None))[0][0, 1])
+def _after_step(optimizer: Optimizer) -> None:
+    _warn_of_narrow_rate(optimizer)
+    _warn_of_vanished(optimizer)
+    _warn_of_narrow_states(optimizer)
 
 
-_warned: weakref.WeakKeyDictionary[Optimizer, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
-
-
-def warn_of_saturation(optimizer: Optimizer, found: Mapping[str, tuple[int, Tensor]]) -> None:
-    """Warn of tensors of an optimizer with saturated blocks, each by its name and count."""
-    if text := _new_blocks(optimizer, "saturated", found):
-        warn(
-            f"{type(optimizer).__name__}: numbers are too large for their format, or not finite: "
-            f"{text}. Neighbours in a block of 32 hardly move while this lasts. {_REPAIR}",
-            SaturationWarning,
-        )
-
-
-def warn_of_raised(optimizer: Optimizer, found: Mapping[str, tuple[int, Tensor]]) -> None:
-    """Warn of second moments in blocks with most elements raised, each by its name and count."""
-    if text := _new_blocks(optimizer, "raised", found):
-        warn(
-            f"{type(optimizer).__name__}: beside one large number, most second moments of a block "
-            f"of 32 are raised to the smallest number that its scale allows: {text}. Their weights "
-            f"hardly move until the large one has decayed. {_REPAIR}",
-            SaturationWarning,
-        )
-
-
-_REPAIR = (
-    "Clip gradients, look for the step whose gradient was that large, and drop the states of these "
-    "parameters, or keep them in mcf.bf16i16: mcf.collage(optimizer, {'exp_avg_sq': mcf.bf16i16})"
-)
-
-
-def _new_blocks(
-    optimizer: Optimizer, kind: str, found: Mapping[str, tuple[int, Tensor]]
-) -> str | None:
-    """Return a text about the tensors that were not warned of before."""
-    new = _new(optimizer, kind, {name: x for name, x in found.items() if x[0]})
-    parts = [
-        f"{name} of shape {tuple(x.shape)} in {local(x).format.name}: {count} "  # type: ignore[attr-defined]
-        f"block{'s' * (count > 1)}"
-        for name, (count, x) in list(new.items())[:5]
-    ]
-    parts += [f"and {len(new) - 5} more"] * (len(new) > 5)
-    return "; ".join(parts) or None
-
-
-def _new(optimizer: Optimizer, kind: str, found: Mapping[str, T]) -> dict[str, T]:
-    """Return what was not warned of before; from now on it was."""
-    known = _warned.setdefault(optimizer, set())
-    new = {name: x for name, x in found.items() if (kind, name) not in known}
-    known.update((kind, name) for name in new)
-    return new
-
-
-def warn_of_zeros(optimizer: Optimizer, found: Mapping[str, tuple[float, Tensor]]) -> None:
-    """Warn of second moments that are zero, each by its name and the largest movement."""
-    new = _new(optimizer, "zero", found)
-    if not new:
-        return
-    largest, x = max(new.values(), key=lambda pair: pair[0])
-    format = any_format_of(x)
-    kind = format.name if format else str(x.dtype).removeprefix("torch.")
-    warn(
-        f"{type(optimizer).__name__}: second moments in {kind} are zero where first moments are "
-        f"not, and a weight moved by {largest:.0f} learning rates, since the step divides by eps "
-        f"alone: {some(new)}. {_RANGE}",
-        ZeroMomentWarning,
-    )
-
-
-def _tensors_of(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the parameters and states of an optimizer by their names."""
-    tensors: dict[str, Any] = {}
-    for name, _, p in named_parameters_of(optimizer):
-        own = optimizer.state.get(p)
-        states = own if isinstance(own, dict) else {}
-        tensors |= {name: p, **{f"{key} of {name}": x for key, x in states.items()}}
-    return {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
-
-
-def _check_when_saved(optimizer: Optimizer) -> None:
-    """Look at all states and parameters of an optimizer that gives its state dict."""
-    if torch.compiler.is_compiling():
-        return
-    tensors = _tensors_of(optimizer)
-    counts = {name: saturated_blocks(x) for name, x in tensors.items()}
-    found = {name: (int(n), tensors[name]) for name, n in counts.items() if n is not None}
-    warn_of_saturation(optimizer, found)
-
-
+calls.before_step = _before_step
 calls.after_step = _after_step
 calls.now_and_then = _look_at_scales
-calls.when_saved = _check_when_saved
+calls.when_saved = _look_at_all

@@ -8,6 +8,7 @@ import statistics
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mcftensor.meters.edq.meter import EDQ
 from mcftensor.meters.edq.report import percent
 from mcftensor.patches.optimizers import untraced
-from mcftensor.tensor.components import any_format_of
+from mcftensor.tensor.components import any_format_of, stored_format_of
+
+
+@dataclass
+class _Noted:
+    """What a diagnosis has seen of an optimizer."""
+
+    name: str
+    keeps_mean: bool = False
+    """Whether a parameter is rounded at random or balanced."""
+    some_plain: bool = False
+    states: dict[str, list[str | None]] = field(default_factory=dict)
+    """By the names of formats, the names of states that stand still, and None for others."""
 
 
 class Diagnosis:
@@ -71,9 +84,7 @@ class Diagnosis:
         self._file = None if file is None else Path(file)
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._refused: dict[str, str] = {}
-        self._states: dict[EDQ, tuple[str, dict[str, list[str | None]]]] = {}
-        self._keep_mean: set[EDQ] = set()
-        self._plain: set[EDQ] = set()
+        self._noted: dict[EDQ, _Noted] = {}
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"Diagnosis: every={every!r}; give a whole number from 1 on")
 
@@ -89,10 +100,7 @@ class Diagnosis:
 
     def verdict(self) -> str:
         """Return the findings so far, a line for each optimizer."""
-        found = [
-            _verdict(meter, *self._states[meter], meter in self._keep_mean, meter in self._plain)
-            for meter in self.meters
-        ]
+        found = [_verdict(meter, self._noted[meter]) for meter in self.meters]
         found += [f"EDQ of {name}: not measured: {why}" for name, why in self._refused.items()]
         return "\n".join(found) or "EDQ: no optimizer has stepped"
 
@@ -118,28 +126,26 @@ class Diagnosis:
             self._refused[type(optimizer).__name__] = str(error).removeprefix("EDQ: ")
             return
         self.meters.append(meter)
-        self._states[meter] = type(optimizer).__name__, {}
+        self._noted[meter] = _Noted(type(optimizer).__name__)
 
     def _note(self, meter: EDQ, optimizer: Optimizer | None) -> None:
-        """Record the states that stand still, by the names of their storage."""
+        """Record the kinds of parameters, and the states that stand still."""
         assert optimizer is not None
-        noted = self._states[meter][1]
-        noted.clear()
+        noted = self._noted[meter]
+        noted.states.clear()
         for name, p in meter.parameters_of(optimizer).items():
             own = any_format_of(p)
-            if own is None:
-                self._plain.add(meter)
-            elif own.rounding != "nearest":
-                self._keep_mean.add(meter)
+            noted.some_plain |= own is None
+            noted.keeps_mean |= own is not None and own.rounding != "nearest"
             for state, reading in meter.per_state.get(name, {}).items():
                 x = optimizer.state[p][state]
                 format = any_format_of(x)
-                kind = format.name if format else str(x.dtype).removeprefix("torch.")
                 kept, lost = reading["ratio"] or 0.0, reading["lost"]
                 # Rounding at random moves few elements at a time, and keeps the mean.
                 keeps_mean = format is not None and format.rounding != "nearest"
                 stands = lost is not None and lost > 0.5 and not (keeps_mean and kept > 0.5)
-                noted.setdefault(kind, []).append(state if stands else None)
+                kind = stored_format_of(x).name
+                noted.states.setdefault(kind, []).append(state if stands else None)
         self._say(at_end=False)
 
     def _say(self, *, at_end: bool) -> None:
@@ -151,14 +157,8 @@ class Diagnosis:
             print(self.verdict(), file=sys.stderr)
 
 
-def _verdict(
-    meter: EDQ,
-    optimizer: str,
-    states: dict[str, list[str | None]],
-    keeps_mean: bool,
-    some_plain: bool,
-) -> str:
-    said = [f"EDQ of {optimizer}, measured at {len(meter.history)} of {meter.steps} steps"]
+def _verdict(meter: EDQ, noted: _Noted) -> str:
+    said = [f"EDQ of {noted.name}, measured at {len(meter.history)} of {meter.steps} steps"]
     measured = [(x["lost"], x["ratio"]) for x in meter.history if x["ratio"] is not None]
     if not measured:
         said += sorted(set(meter.not_metered.values())) or ["no update was intended"]
@@ -166,22 +166,22 @@ def _verdict(
     lost, rate = _medians(measured)
     _, rate_at_end = _medians(measured[3 * len(measured) // 4 :])
     what = "of updates are lost"
-    if lost > 1 - _KEPT and rate > _KEPT and keeps_mean:
+    if lost > 1 - _KEPT and rate > _KEPT and noted.keeps_mean:
         what = "of elements wait for a later step: rounding keeps their mean"
     said.append(f"{percent(round(lost, 3))} {what}")
-    frozen = {kind: sorted({x for x in found if x}) for kind, found in states.items()}
-    for kind, names in frozen.items():
-        if names:
-            count = sum(x is not None for x in states[kind])
-            of = f"of {len(states[kind])} {kind} states {count}"
-            said.append(f"{of} are frozen ({', '.join(names)})")
+    some_frozen = False
+    for kind, found in noted.states.items():
+        if frozen := [x for x in found if x]:
+            of = f"of {len(found)} {kind} states {len(frozen)}"
+            said.append(f"{of} are frozen ({', '.join(sorted(set(frozen)))})")
+            some_frozen = True
     at_end = f", and {rate_at_end:.2f} in the last quarter" if rate_at_end < _KEPT <= rate else ""
     said.append(f"the effective learning rate is {rate:.2f} of yours{at_end}")
-    if (rate < _KEPT or at_end) and not some_plain:
+    if (rate < _KEPT or at_end) and not noted.some_plain:
         said.append("give the weights a finer format: mcf.change_format(model, optimizer, ...)")
     elif rate < _KEPT or at_end:
         said.append("keep the weights as expansions: model = mcf.as_expansion(model)")
-    elif any(frozen.values()):
+    elif some_frozen:
         said.append("keep the states as expansions, or in float32: mcf.collage(optimizer, mode)")
     return "\n  ".join(said)
 

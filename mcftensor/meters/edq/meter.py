@@ -16,14 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from mcftensor.meters.edq import report
 from mcftensor.meters.edq.readings import (
-    DIFFERS,
-    FAILED,
     Place,
     Reading,
     Sample,
     StateReading,
-    readings,
-    state_readings,
+    parameter_reading,
+    record_differences,
+    state_reading,
     take_samples,
     totals,
 )
@@ -31,12 +30,7 @@ from mcftensor.patches.optimizers import named_parameters_of, parameters_of, unt
 from mcftensor.tensor.components import format_of
 from mcftensor.training.gradient_hooks import Handle
 from mcftensor.training.shadow import Original, reaches_parameters, require_single
-from mcftensor.training.step_warnings import (
-    warn,
-    warn_of_raised,
-    warn_of_saturation,
-    warn_of_zeros,
-)
+from mcftensor.training.step_warnings import warn, warn_of_unheld
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -357,10 +351,10 @@ class EDQ(Handle):
 
     def _conclude(self, optimizer: Optimizer, samples: list[Sample]) -> None:
         """Make readings of a sample, if the real step was the one on copies."""
-        rows = totals(samples, optimizer.state)
+        record_differences(samples, optimizer.state)
+        totals([(sample, None) for sample in samples])
         self._again = False
-        differs, failed = rows[:, DIFFERS].tolist(), rows[:, FAILED].tolist()
-        if any(differs):
+        if any(sample.differs for sample in samples):
             error = next((s.error for s in samples if s.error), None)
             if not (self._compiled or self._coupled):
                 self._coupled = self._again = True
@@ -371,63 +365,56 @@ class EDQ(Handle):
                 reason = "its compiled step rounds otherwise than the one on copies"
             self._refuse(optimizer, {s.place.name: reason for s in samples})
             return
-        if any(failed):
-            reason = "its step failed on another rank"
-            of = [s for s, has_failed in zip(samples, failed, strict=True) if has_failed]
-            self._refuse(optimizer, {s.place.name: s.error or reason for s in of})
-        kept = [i for i, has_failed in enumerate(failed) if not has_failed]
-        if not kept:
+        reason = "its step failed on another rank"
+        failed = {s.place.name: s.error or reason for s in samples if s.has_failed}
+        if failed:
+            self._refuse(optimizer, failed)
+        measured = [s for s in samples if s.place.name not in failed]
+        if not measured:
             return
-        measured = [samples[i] for i in kept]
-        places, every = [s.place for s in measured], range(len(measured))
         rates = [_rate(group) for group in optimizer.param_groups]
-        groups = [[i for i in every if places[i].group == g] for g in range(len(rates))]
-        *found, whole = readings(
-            self._steps,
-            rows[kept],
-            places,
-            [rates[place.group] for place in places],
-            [*([i] for i in every), *groups, every],
-        )
-        self.per_parameter = {p.name: x for p, x in zip(places, found, strict=False)}
-        self.per_group = found[len(places) :]
-        self.history.append(whole)
+        self.per_parameter = {
+            s.place.name: parameter_reading(self._steps, [s], rates) for s in measured
+        }
+        self.per_group = [
+            parameter_reading(self._steps, [s for s in measured if s.place.group == g], rates)
+            for g in range(len(rates))
+        ]
+        self.history.append(parameter_reading(self._steps, measured, rates))
         self._conclude_states(optimizer, measured)
-        for place in places:
-            self.not_metered.pop(place.name, None)
-            self._watch(place)
+        for sample in measured:
+            self.not_metered.pop(sample.place.name, None)
+            self._watch(sample.place)
         if self.callback is not None:
             self.callback(self)
 
     def _conclude_states(self, optimizer: Optimizer, samples: list[Sample]) -> None:
-        rows = [x for s in samples for x in s.states.values()]
-        of_state: dict[str, list[int]] = {}
-        for i, state in enumerate(state for s in samples for state in s.states):
-            of_state.setdefault(state, []).append(i)
-        parts = [*([i] for i in range(len(rows))), *of_state.values()]
-        figures = state_readings(self._steps, rows, parts)
-        of_each = iter(figures)
+        """Make readings of states, and warn of numbers that they do not hold."""
+        chosen = [(s, state) for s in samples for state in s.rows if state is not None]
+        totals(chosen)
         self.per_state = {}
-        found: dict[str, tuple[int, Tensor]] = {}
-        raised: dict[str, tuple[int, Tensor]] = {}
-        zeros: dict[str, tuple[float, Tensor]] = {}
-        for s in samples:
-            held = optimizer.state.get(s.place.parameter, {})
-            own = {state: next(of_each) for state in s.states}
-            for state, one in own.items():
-                if one["saturated"]:
-                    found[f"{state} of {s.place.name}"] = one["saturated"], held[state]
-                elif one["raised"]:
-                    raised[f"{state} of {s.place.name}"] = one["raised"], held[state]
-                largest = self.per_parameter[s.place.name]["largest"] or 0.0
-                if one["zero"] and largest >= _FAR:
-                    zeros[f"{state} of {s.place.name}"] = largest, held[state]
-            if own:
-                self.per_state[s.place.name] = own
-        self.states.append(dict(zip(of_state, of_each, strict=True)))
-        warn_of_saturation(optimizer, found)
-        warn_of_raised(optimizer, raised)
-        warn_of_zeros(optimizer, zeros)
+        of_all: dict[str, list[Tensor]] = {}
+        unheld: dict[str, dict[str, tuple[float, Tensor]]] = {
+            "saturated": {},
+            "raised": {},
+            "zero": {},
+        }
+        for s, state in chosen:
+            name, row = s.place.name, s.rows[state]
+            one = state_reading(self._steps, [row])
+            self.per_state.setdefault(name, {})[state] = one
+            of_all.setdefault(state, []).append(row)
+            largest = self.per_parameter[name]["largest"] or 0.0
+            figures = {
+                "saturated": one["saturated"],
+                "raised": 0 if one["saturated"] else one["raised"],
+                "zero": largest if one["zero"] and largest >= _FAR else 0,
+            }
+            held = optimizer.state[s.place.parameter][state]
+            for kind, figure in figures.items():
+                unheld.setdefault(kind, {})[f"{state} of {name}"] = figure, held
+        self.states.append({x: state_reading(self._steps, rows) for x, rows in of_all.items()})
+        warn_of_unheld(optimizer, unheld)
 
     def _watch(self, place: Place) -> None:
         """Ring the alarm for a parameter that stays frozen."""

@@ -11,9 +11,11 @@ and the loss need not show it.
 
 from __future__ import annotations
 
+import functools
 import itertools
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -21,9 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from mcftensor.convert import as_expansion, as_plain
+from mcftensor.convert import as_plain
 from mcftensor.kernels.program import PATTERNS
-from mcftensor.kernels.without_float64 import PAIR
 from mcftensor.sums.accumulators import SIZE, accumulate_dots
 from mcftensor.sums.correct_rounding import norm_as_float, sum_as_float
 from mcftensor.tensor import MCFTensor
@@ -106,22 +107,29 @@ class Place:
 
 @dataclass
 class Sample:
-    """A step of one parameter on copies: exact sums over its elements, and the results."""
+    """A step of one parameter on copies: exact sums over elements, and the results."""
 
     place: Place
-    sums: Tensor
-    """int64: the columns below."""
-    states: dict[str, Tensor] = field(default_factory=dict)
-    """The columns of states, by name."""
+    rows: dict[str | None, Tensor]
+    """int64: the columns below, of each state by its name, and of the parameter by None."""
     fingerprints: dict[object, Tensor] = field(default_factory=dict)
     error: str | None = None
 
+    @property
+    def differs(self) -> bool:
+        """Whether the real step was another, or may have been."""
+        return bool(self.rows[None][_DIFFERS])
 
-# The columns of a parameter: counts, the bits of the largest movement, and then accumulators of dot
-# products.
-_COUNTS = 7
-_INTENDED, _LOST, _LOST_LEADING, _NUMEL, DIFFERS, FAILED, _LARGEST = range(_COUNTS)
-_DOTS = 3
+    @property
+    def has_failed(self) -> bool:
+        """Whether the step on copies failed on some rank."""
+        return bool(self.rows[None][_FAILED])
+
+
+# The columns: counts, the bits of the largest movement, and accumulators of dot products.
+_INTENDED, _LOST, _LOST_LEADING, _NUMEL, _BESIDE, _ZERO = range(6)
+_SATURATED, _RAISED, _DIFFERS, _FAILED, _LARGEST = range(6, 11)
+_COUNTS, _DOTS = 11, 3
 _UPDATE, _ALONG, _ALONG_LEADING = range(_DOTS)
 
 
@@ -134,52 +142,40 @@ def take_samples(
     """
     parameters = [place.parameter for place in batch]
     measured = [place for place in batch if place.parameter.grad is not None]
-    failure = DIFFERS  # The real step is taken with the other parameters, and may be another.
+    failure = _DIFFERS  # The real step is taken with the other parameters, and may be another.
     try:
         for place in measured:
             wide_type(place.parameter)
         after = original.step(parameters, same, loss)
-        failure = FAILED
+        failure = _FAILED
         wide = _wide_step(original, parameters, after, loss)
         with torch.no_grad():
             return [
                 Sample(
                     place,
-                    _sums(place.parameter, p, w),
-                    _state_sums(original.states_of(place.parameter), state, other, p),
-                    _fingerprints(p, state),
+                    _rows(place.parameter, original.states_of(place.parameter), own, other),
+                    _fingerprints(*own),
                 )
-                for place, (p, state), (w, other) in zip(batch, after, wide, strict=True)
+                for place, own, other in zip(batch, after, wide, strict=True)
                 if place.parameter.grad is not None
             ]
     except Exception as error:  # noqa: BLE001 (a meter that fails must not stop the training)
         reason = str(error).strip().partition("\n")[0]
         if isinstance(error, CannotShadow):
-            failure = FAILED
+            failure = _FAILED
         else:
             reason = f"{type(error).__name__}: {reason}"
+        failed = [_empty(place.parameter.device) for place in measured]
+        for row in failed:
+            row[failure] = 1
         return [
-            Sample(place, _failed(place.parameter, failure), error=reason) for place in measured
+            Sample(place, {None: row}, error=reason)
+            for place, row in zip(measured, failed, strict=True)
         ]
 
 
-def _failed(parameter: Tensor, failure: int) -> Tensor:
-    sums = _empty(_COUNTS, _DOTS, parameter.device)
-    sums[failure] = 1
-    return sums
-
-
-def _empty(counts: int, dots: int, device: torch.device) -> Tensor:
-    return torch.zeros(counts + dots * SIZE, dtype=torch.int64, device=device)
-
-
-def _row(counts: Sequence[Any], dots: Tensor) -> Tensor:
-    """Return columns: counts, each a number or a tensor, and accumulators."""
-    row = _empty(len(counts), dots.shape[1], dots.device)
-    for i, count in enumerate(counts):
-        row[i] = count
-    row[len(counts) :] = dots.t().flatten()
-    return row
+def _empty(device: torch.device) -> Tensor:
+    return torch.zeros(_COUNTS + _DOTS * SIZE, dtype=torch.int64, device=device)
 
 
 def _wide_step(
@@ -215,56 +211,132 @@ def _follows(
     return not (is_still and moves) and not bool((own.isfinite() & ~other.isfinite()).any())
 
 
+def _rows(
+    parameter: Tensor,
+    states: Mapping[str, Any],
+    after: tuple[Tensor, Mapping[str, Any]],
+    wide: tuple[Tensor, Mapping[str, Any]],
+) -> dict[str | None, Tensor]:
+    """Return the columns of a parameter, and of each state in its shape, on this rank.
+
+    A state that is not there before the step began at zero.
+    """
+
+    def is_like(x: Any) -> bool:
+        is_known = isinstance(x, Tensor) and not is_of_others(x)
+        return is_known and x.shape == parameter.shape and x.is_floating_point()
+
+    (p, own), (wide_p, others) = after, wide
+    rows: dict[str | None, Tensor] = {None: _sums("parameter", parameter, parameter, p, wide_p)}
+    first = next((own[name] for name in own if name in FIRST_MOMENTS), None)
+    for name, x in own.items():
+        if is_like(x) and is_like(others.get(name)):
+            before = states[name] if is_like(states.get(name)) else torch.zeros_like(x)
+            beside = first if name in SECOND_MOMENTS and is_like(first) else None
+            row = _sums(name, parameter, before, x, others[name], beside)
+            for column, blocks in (_SATURATED, saturated_blocks(x)), (_RAISED, raised_blocks(x)):
+                if blocks is not None:
+                    row[column] = blocks
+            rows[name] = row
+    return rows
+
+
 # Elements whose intermediate tensors fit into the caches of a CPU together; on a GPU they only
 # have to be few enough.
 _CPU_BLOCK = 1 << 17
 _BLOCK = 1 << 24
 
 
-def _sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
-    """Return the columns of a parameter, from the elements on this rank."""
-    size = _CPU_BLOCK if before.device.type == "cpu" else _BLOCK
-    blocks = zip(*(local(x).reshape(-1).split(size) for x in (before, after, wide)), strict=True)
-    return _added(torch.stack([_block_sums(*block) for block in blocks]))
+def _sums(
+    name: str,
+    parameter: Tensor,
+    before: Tensor,
+    after: Tensor,
+    wide: Tensor,
+    beside: Tensor | None = None,
+) -> Tensor:
+    """Return the columns of a parameter or state, from the elements on this rank.
 
+    For a second moment, `beside` is the first one.
+    """
+    own = local(after)
+    size = _CPU_BLOCK if own.device.type == "cpu" else _BLOCK
+    rows = max(1, size // math.prod(own.shape[1:])) if own.numel() else 1
 
-def _added(rows: Tensor) -> Tensor:
-    """Return the columns of many rows together."""
-    total = rows.sum(0)
-    total[_LARGEST] = rows[:, _LARGEST].amax()
+    def blocks(x: Tensor | None) -> Iterable[Tensor | None]:
+        if x is None:
+            return itertools.repeat(None)
+        x = local(x.detach())
+        return x.split(rows) if x.dim() else [x]  # elements of a row may share a scale
+
+    parts = zip(*map(blocks, (before, after, wide, beside)), strict=False)
+    found = [_block_sums(name, parameter, *part) for part in parts if own.numel()]
+    columns = torch.stack([_empty(own.device), *found])
+    total = columns.sum(0)
+    total[_LARGEST] = columns[:, _LARGEST].amax()
     return total
 
 
-def _block_sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
-    difference = wide - widened(before, before, "parameter")
+def _block_sums(
+    name: str,
+    parameter: Tensor,
+    before: Tensor,
+    after: Tensor,
+    wide: Tensor,
+    beside: Tensor | None,
+) -> Tensor:
+    wanted = sums_in(parameter)
+    difference = widened(wide, parameter, name) - widened(before, parameter, name)
     difference = torch.view_as_real(difference) if difference.is_complex() else difference
-    wanted = sums_in(before)
     intended = as_plain(difference, wanted).flatten()
     is_intended = intended != 0
-    moves, stays, stayed = [], [], is_intended
-    for old, new in zip(_parts(before), _parts(after), strict=True):
-        old, new = old.flatten().to(wanted), new.flatten().to(wanted)
+    olds, news = _terms(before, wanted), _terms(after, wanted)
+    # The formats differ where this step has converted the state.
+    pairs = list(itertools.zip_longest(olds, news, fillvalue=torch.zeros_like(intended)))
+    moved = sum((new - old for old, new in pairs[1:]), start=pairs[0][1] - pairs[0][0])
+    stayed = functools.reduce(operator.and_, itertools.starmap(_are_same, pairs))
+    moves, stays = [moved], [stayed]
+    if name == "parameter" and isinstance(after, MCFTensor):
+        ends: Any = before, after
+        old, new = (x.compute_tensor.flatten().to(wanted) for x in ends)
         moves.append(new - old)
-        stayed = stayed & ((new == old) | (torch.isnan(new) & torch.isnan(old)))
-        stays.append(stayed)
-    moved = sum(moves[1:], start=moves[0])
-    counts = [is_intended.sum(), stayed.sum(), stays[0].sum(), before.numel(), 0, 0]
-    dots = accumulate_dots(intended, (intended, moved, moves[0]))
-    return _row([*counts, _bits_of_largest(moved)], dots)
-
-
-def _bits_of_largest(x: Tensor) -> Tensor | int:
-    """Return the bits of the largest magnitude, of NaN if there is one: these have an order."""
-    if not x.numel():
-        return 0
-    largest = x.abs().amax()
+        stays.append(_are_same(old, new))
+    row = _empty(intended.device)
+    row[_INTENDED], row[_NUMEL] = is_intended.sum(), after.numel()
+    row[_LOST] = (is_intended & stays[0]).sum()
+    row[_LOST_LEADING] = (is_intended & stays[-1]).sum()
+    largest = moved.abs().amax()
     largest = torch.where(largest.isnan(), torch.nan, largest)
-    return largest.view(PATTERNS[x.element_size()])
+    row[_LARGEST] = largest.view(PATTERNS[largest.element_size()])  # patterns have an order
+    if beside is not None:
+        is_beside = ~_are_zero(_terms(beside, wanted))
+        row[_BESIDE], row[_ZERO] = is_beside.sum(), (is_beside & _are_zero(news)).sum()
+    dots = accumulate_dots(intended, (intended, *moves))
+    row[_COUNTS:] = dots[:, [0, 1, -1]].t().flatten()
+    return row
 
 
-def _number_of(bits: int, dtype: torch.dtype) -> float:
-    whole, real = ("q", "d") if dtype == torch.float64 else ("i", "f")
-    return float(struct.unpack(real, struct.pack(whole, bits))[0])
+def _terms(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return floats whose sum is the number."""
+    terms = x.format.decode(x._read()) if isinstance(x, MCFTensor) else _components(x)
+    return [t.flatten().to(dtype) for t in terms]
+
+
+def _are_same(x: Tensor, y: Tensor) -> Tensor:
+    return (x == y) | (x.isnan() & y.isnan())
+
+
+def _are_zero(terms: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(operator.and_, [t == 0 for t in terms])
+
+
+def _components(x: Tensor) -> tuple[Tensor, ...]:
+    if isinstance(x, MCFTensor):
+        return x._read()
+    if is_of_others(x):
+        inner, _ = x.__tensor_flatten__()
+        return tuple(t for name in inner for t in _components(getattr(x, name)))
+    return (torch.view_as_real(x) if x.is_complex() else x,)
 
 
 def _fingerprints(parameter: Tensor, state: Mapping[str, Any]) -> dict[object, Tensor]:
@@ -283,218 +355,81 @@ def _fingerprints(parameter: Tensor, state: Mapping[str, Any]) -> dict[object, T
     return found
 
 
-def totals(samples: list[Sample], states: Mapping[Tensor, Any]) -> Tensor:
-    """Return the columns of each sample after the real step, over all ranks with parts.
-
-    The rows are on the CPU, as are those of states, which are replaced in the samples.
-    """
+def record_differences(samples: Sequence[Sample], states: Mapping[Tensor, Any]) -> None:
+    """Record in samples where parameters and states differ after the real step."""
     for sample in samples:
         p = sample.place.parameter
         real = _fingerprints(p, states.get(p, {})) if sample.fingerprints else {}
         for name in sample.fingerprints.keys() & real.keys():
-            sample.sums[DIFFERS] += sample.fingerprints[name] != real[name]
-    sharded: dict[Any, list[Sample]] = {}
-    for sample in samples:
-        placements = getattr(sample.place.parameter, "placements", ())
+            sample.rows[None][_DIFFERS] += sample.fingerprints[name] != real[name]
+
+
+def totals(chosen: Sequence[tuple[Sample, str | None]]) -> None:
+    """Add some rows of samples over all ranks with parts, and bring them to the CPU."""
+    by_ranks: dict[tuple[Any, ...], list[tuple[Sample, str | None]]] = {}
+    for sample, name in chosen:
+        p: Any = sample.place.parameter
+        placements = getattr(p, "placements", ())
         dims = tuple(i for i, placed in enumerate(placements) if not placed.is_replicate())
-        if dims:
-            mesh = sample.place.parameter.device_mesh  # type: ignore[attr-defined]
-            sharded.setdefault((mesh, dims), []).append(sample)
-    for (mesh, dims), parts in sharded.items():
-        rows = torch.stack([sample.sums for sample in parts])
+        mesh = p.device_mesh if dims else None
+        by_ranks.setdefault((mesh, dims, None if dims else p.device), []).append((sample, name))
+    for (mesh, dims, _), own in by_ranks.items():
+        rows = torch.stack([sample.rows[name] for sample, name in own])
         largest = rows[:, _LARGEST].clone()
-        changes = torch.stack([*_state_rows(parts), _empty(_S_COUNTS, _S_DOTS, rows.device)])
         for dim in dims:
             group = mesh.get_group(dim)
             torch.distributed.all_reduce(rows, group=group)
             torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
-            torch.distributed.all_reduce(changes, group=group)
         rows[:, _LARGEST] = largest
-        own = iter(changes)
-        for sample, row in zip(parts, rows, strict=True):
-            sample.sums = row
-            sample.states = {name: next(own) for name in sample.states}
-    device = samples[0].sums.device
-    columns = _state_rows(samples)
-    if columns:
-        own = iter(torch.stack([x.to(device) for x in columns]).cpu())
-        for sample in samples:
-            sample.states = {name: next(own) for name in sample.states}
-    return torch.stack([sample.sums.to(device) for sample in samples]).cpu()
+        for (sample, name), row in zip(own, rows.cpu(), strict=True):
+            sample.rows[name] = row
 
 
-def _state_rows(samples: Sequence[Sample]) -> list[Tensor]:
-    return [x for sample in samples for x in sample.states.values()]
-
-
-def readings(
-    step: int,
-    rows: Tensor,
-    places: Sequence[Place],
-    rates: Sequence[float | None],
-    parts: Sequence[Sequence[int]],
-) -> list[Reading]:
-    """Return the figures of parts of the parameters, given as numbers of rows.
-
-    Args:
-        step: the number of the step.
-        rows: the columns of parameters.
-        places: the places of the parameters.
-        rates: the learning rates of parameters.
-        parts: for each reading, its rows.
-    """
-    largest = [
-        (_number_of(bits, sums_in(place.parameter)), rate)
-        for bits, place, rate in zip(rows[:, _LARGEST].tolist(), places, rates, strict=True)
+def parameter_reading(
+    step: int, samples: Sequence[Sample], rates: Sequence[float | None]
+) -> Reading:
+    """Return the figures of some parameters, given the learning rates of groups."""
+    count, dots = _figures([sample.rows[None] for sample in samples])
+    dot, norm = list(map(sum_as_float, dots)), norm_as_float(dots[_UPDATE])
+    movements = [
+        _largest(sample) / rate for sample in samples if (rate := rates[sample.place.group])
     ]
-    counts, dots, norms = _figures(rows, parts, _COUNTS, _DOTS)
-    found = []
-    for part, count, dot, norm in zip(parts, counts, dots, norms, strict=True):
-        movements = [x / rate for x, rate in (largest[i] for i in part) if rate]
-        intended = count[_INTENDED]
-        found.append(
-            Reading(
-                step=step,
-                edq=dot[_ALONG] / norm if norm else None,
-                ratio=dot[_ALONG] / dot[_UPDATE] if dot[_UPDATE] else None,
-                lost=count[_LOST] / intended if intended else None,
-                ratio_leading=dot[_ALONG_LEADING] / dot[_UPDATE] if dot[_UPDATE] else None,
-                lost_leading=count[_LOST_LEADING] / intended if intended else None,
-                update_norm=norm,
-                largest=max(movements) if movements and intended else None,
-                numel=count[_NUMEL],
-            )
-        )
-    return found
-
-
-def _figures(
-    rows: Tensor, parts: Sequence[Sequence[int]], counts: int, dots: int
-) -> tuple[list[list[int]], list[list[float]], list[float]]:
-    """Return counts, dot products and the root of the first of these, of each part of the rows."""
-    totals = torch.stack([rows[list(part)].sum(0) for part in parts])
-    accumulators = totals[:, counts:].view(-1, dots, SIZE).tolist()
-    return (
-        totals[:, :counts].tolist(),
-        [[sum_as_float(x) for x in row] for row in accumulators],
-        [norm_as_float(row[0]) for row in accumulators],
+    intended, square = count[_INTENDED], dot[_UPDATE]
+    return Reading(
+        step=step,
+        edq=dot[_ALONG] / norm if norm else None,
+        ratio=dot[_ALONG] / square if square else None,
+        lost=count[_LOST] / intended if intended else None,
+        ratio_leading=dot[_ALONG_LEADING] / square if square else None,
+        lost_leading=count[_LOST_LEADING] / intended if intended else None,
+        update_norm=norm,
+        largest=max(movements) if movements and intended else None,
+        numel=count[_NUMEL],
     )
 
 
-def _components(x: Tensor) -> tuple[Tensor, ...]:
-    if isinstance(x, MCFTensor):
-        return x._read()
-    if is_of_others(x):
-        inner, _ = x.__tensor_flatten__()
-        return tuple(t for name in inner for t in _components(getattr(x, name)))
-    return (torch.view_as_real(x) if x.is_complex() else x,)
+def _largest(sample: Sample) -> float:
+    dtype = sums_in(sample.place.parameter)
+    bits = sample.rows[None][_LARGEST].to(PATTERNS[dtype.itemsize])
+    return bits.view(dtype).item()
 
 
-def _parts(x: Tensor) -> Sequence[Tensor]:
-    """Return floats whose sum is the number; models compute with the first."""
-    if not isinstance(x, MCFTensor) or x.format.arithmetic == "terms":
-        return _components(x)
-    return x.compute_tensor, x._collapsed(sums_in(x)) - x.compute_tensor
+def state_reading(step: int, rows: Sequence[Tensor]) -> StateReading:
+    """Return the figures of a state of some parameters."""
+    count, dots = _figures(rows)
+    dot = list(map(sum_as_float, dots))
+    return StateReading(
+        step=step,
+        ratio=dot[_ALONG] / dot[_UPDATE] if dot[_UPDATE] else None,
+        lost=count[_LOST] / count[_INTENDED] if count[_INTENDED] else None,
+        zero=count[_ZERO] / count[_BESIDE] if count[_BESIDE] else None,
+        saturated=count[_SATURATED],
+        raised=count[_RAISED],
+        numel=count[_NUMEL],
+    )
 
 
-# ---------------------------------------------------------------------------------- states
-
-# The columns of a state: counts, and then accumulators of dot products.
-_S_COUNTS = 7
-_CHANGES, _S_LOST, _BESIDE, _ZERO, _SATURATED, _RAISED, _S_NUMEL = range(_S_COUNTS)
-_S_DOTS = 2
-_S_INTENDED, _S_ALONG = range(_S_DOTS)
-
-
-def _state_sums(
-    before: Mapping[str, Any], after: Mapping[str, Any], wide: Mapping[str, Any], like: Tensor
-) -> dict[str, Tensor]:
-    """Return the columns of each state in the shape of its parameter, on this rank.
-
-    A state that is not there before the step began at zero.
-    """
-    found: dict[str, Tensor] = {}
-    first = next((after[name] for name in after if name in FIRST_MOMENTS), None)
-    for name, x in after.items():
-        if not _is_like(x, like) or not _is_like(wide.get(name), like):
-            continue
-        beside = first if name in SECOND_MOMENTS and _is_like(first, like) else None
-        old = before.get(name)
-        four = old if _is_like(old, like) else None, x, wide[name], beside
-        parts = zip(*map(_rows, four), strict=False)  # nothing comes without end
-        sums = [_row_sums(*part) for part in parts]
-        empty = _empty(_S_COUNTS, _S_DOTS, local(x).device)
-        found[name] = torch.stack([empty, *sums]).sum(0)
-        saturated = saturated_blocks(x)
-        if saturated is not None:
-            found[name][_SATURATED] = saturated
-        raised = raised_blocks(x)
-        if raised is not None:
-            found[name][_RAISED] = raised
-    return found
-
-
-def state_readings(
-    step: int, rows: Sequence[Tensor], parts: Sequence[Sequence[int]]
-) -> list[StateReading]:
-    """Return the figures of parts of the states, given as numbers of rows of columns."""
-    if not rows:
-        return []
-    counts, dots, _ = _figures(torch.stack(list(rows)), parts, _S_COUNTS, _S_DOTS)
-    return [
-        StateReading(
-            step=step,
-            ratio=dot[_S_ALONG] / dot[_S_INTENDED] if dot[_S_INTENDED] else None,
-            lost=count[_S_LOST] / count[_CHANGES] if count[_CHANGES] else None,
-            zero=count[_ZERO] / count[_BESIDE] if count[_BESIDE] else None,
-            saturated=count[_SATURATED],
-            raised=count[_RAISED],
-            numel=count[_S_NUMEL],
-        )
-        for count, dot in zip(counts, dots, strict=True)
-    ]
-
-
-def _is_like(x: Any, like: Tensor) -> bool:
-    if not isinstance(x, Tensor) or is_of_others(x):
-        return False
-    return x.shape == like.shape and x.is_floating_point()
-
-
-def _rows(x: Tensor | None) -> Iterator[Any]:
-    """Yield the numbers in float64, or in two float32 terms without it, whole rows at a time.
-
-    For no tensor, yield None repeatedly.
-    """
-    if x is None:
-        return itertools.repeat(None)
-    own = local(x.detach())
-    if not own.dim():
-        return iter([_resolved(own).view(1)])
-    rows = max(1, _CPU_BLOCK // max(1, own.numel() // max(1, own.shape[0])))
-    return (_resolved(part).flatten() for part in own.split(rows) if part.numel())
-
-
-def _resolved(x: Tensor) -> Tensor:
-    wanted = sums_in(x)
-    if wanted == torch.float64:
-        return as_plain(x, wanted)
-    return as_expansion(x, PAIR)
-
-
-def _row_sums(before: Tensor | None, after: Tensor, wide: Tensor, beside: Tensor | None) -> Tensor:
-    old = torch.zeros_like(after) if before is None else before
-    wanted = sums_in(after)
-    intended, moved = as_plain(wide - old, wanted), as_plain(after - old, wanted)
-    changes = intended != 0
-    is_beside = torch.zeros_like(changes) if beside is None else beside != 0
-    counts = [
-        changes.sum(),
-        (changes & (moved == 0)).sum(),
-        is_beside.sum(),
-        (is_beside & (after == 0)).sum(),
-        0,  # saturated and raised blocks, which are counted over whole states
-        0,
-        after.numel(),
-    ]
-    return _row(counts, accumulate_dots(intended, (intended, moved)))
+def _figures(rows: Sequence[Tensor]) -> tuple[list[int], list[list[int]]]:
+    """Return the counts and the accumulators of rows together."""
+    total = sum(rows, start=_empty(torch.device("cpu")))
+    return total[:_COUNTS].tolist(), total[_COUNTS:].view(_DOTS, SIZE).tolist()
