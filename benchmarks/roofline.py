@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from machine_code import gpus, x86
+from machine_code import cpus, gpus
 from machine_code.kernels import SIDE, Kernel, kernels
 from machine_code.processors import PROCESSORS, predict, processor_at_hand
 from mcftensor.kernels import cpu
@@ -103,8 +103,8 @@ def at_hand(device: str, elements: int) -> dict[str, Any]:
 
 def analyzed(kernel: Kernel, scratch: Path) -> dict[str, Any]:
     """Return the machine code of one kernel, and its predicted times."""
-    codes: dict[str, x86.Loop | gpus.Code] = {
-        name: x86.loop_of(kernel.program, name, scratch) for name in x86.SETS
+    codes: dict[str, cpus.Loop | gpus.Code] = {
+        name: cpus.loop_of(kernel.program, target, scratch) for name, target in cpus.SETS.items()
     }
     for target in dict.fromkeys(p.code for p in PROCESSORS if p.rates):
         codes[target] = gpus.code_of(kernel.program, target, scratch)
@@ -130,7 +130,8 @@ def measured(found: list[Kernel], scratch: Path) -> dict[str, Any]:
     clock, threads = clock_of(scratch), torch.get_num_threads()
     result: dict[str, Any] = {"model": model, "clock": clock, "kernels": {}}
     timed = [(kernel, kernel.prepare) for kernel in found if kernel.prepare]
-    cycles = {k.name: x86.cycles(x86.loop_of(k.program, name, scratch), model) for k, _ in timed}
+    loops = {k.name: cpus.loop_of(k.program, cpus.SETS[name], scratch) for k, _ in timed}
+    cycles = {name: cpus.cycles(loop, model) for name, loop in loops.items()}
     for count in sorted({1, threads}):
         torch.set_num_threads(count)
         for kernel, prepare in timed:

@@ -11,7 +11,7 @@ from mcftensor.options import parse
 
 _COMMANDS = {
     **dict.fromkeys(("audit", "memory", "selfcheck"), "tools.commands"),
-    "convert": "bridge.convert_command",
+    "convert": "bridge.checkpoint_conversion",
 }
 """The module of each command, whose function `run_COMMAND` returns the exit status."""
 

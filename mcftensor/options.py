@@ -42,6 +42,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"mcftensor {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for add in (_audit, _convert, _memory, _selfcheck):
+        add(commands)
+    return parser.parse_args(arguments)
+
+
+def _audit(commands: argparse._SubParsersAction[Parser]) -> None:
     command = commands.add_parser(
         "audit",
         help="find weights that silently froze between two checkpoints",
@@ -73,6 +79,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--all", action="store_true", help="show tensors that move, too")
     add("--json", action="store_true", help="print all numbers of all tensors as JSON instead")
+
+
+def _convert(commands: argparse._SubParsersAction[Parser]) -> None:
     command = commands.add_parser(
         "convert",
         help="convert a checkpoint, of this library or another one, into a format",
@@ -103,6 +112,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--step", type=int, metavar="N", help="steps taken, where the source does not say it")
     add("--no-verify", action="store_true", help="read files whose digests are not right")
+
+
+def _memory(commands: argparse._SubParsersAction[Parser]) -> None:
     command = commands.add_parser(
         "memory",
         help="say what a model takes in training, and what of that fits",
@@ -132,6 +144,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="of the weights, with --mode (default: bf16i8 in compact, by shape in the others)",
     )
+
+
+def _selfcheck(commands: argparse._SubParsersAction[Parser]) -> None:
     command = commands.add_parser(
         "selfcheck",
         help="check arithmetic, kernels and steps on a device",
@@ -141,9 +156,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog="Exit status: 0 if all is well, 1 if something is broken, which is named, 2 for a "
         "mistake.",
     )
-    command.add_argument("--device", default="cpu", metavar="NAME", help="(default: cpu)")
-    command.add_argument("--eager", action="store_true", help="leave compiled code out, in seconds")
-    return parser.parse_args(arguments)
+    add = command.add_argument
+    add("--device", default="cpu", metavar="NAME", help="(default: cpu)")
+    add("--eager", action="store_true", help="leave compiled code out, in seconds")
 
 
 def say(output: str) -> None:

@@ -4,7 +4,7 @@ conversions, fused steps, the traces of PyTorch's optimizers, and exact sums."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -73,10 +73,13 @@ IN_TRACES = ("bf16x2", "bf16x3", "fp32x2")
 SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def catalogue() -> dict[str, Program]:
-    """Return all programs by name; a program of several kernels is named by the first of them."""
+def catalogue(chosen: Iterable[tuple[str, Work]] | None = None) -> dict[str, Program]:
+    """Return the programs of all work, or of the `chosen`, by name.
+
+    A program of several kernels is named by the first of them.
+    """
     found: dict[str, Program] = {}
-    for name, run in work():
+    for name, run in work() if chosen is None else chosen:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run()  # the first step of a process records traces that later ones join
@@ -103,12 +106,7 @@ def group_of(name: str) -> str:
 
 def work() -> Iterator[tuple[str, Work]]:
     """What training asks of the library, in small."""
-    for weights, mode in MIXTURES:
-        for name, make in FUSED.items():
-            if weights != "bf16x2" and name not in ("AdamW", "SGD nesterov"):
-                continue
-            label = ", ".join(filter(None, (name, weights, mode)))
-            yield label, _steps(make, mcf.Format.from_name(weights), mode)
+    yield from fused_steps()
     for weights in MARKED:
         yield f"AdamW marked, {weights}", _marked(FUSED["AdamW"], mcf.Format.from_name(weights))
     for format in TERMS:
@@ -124,6 +122,16 @@ def work() -> Iterator[tuple[str, Work]]:
     for format in (*TERMS, *STORED):
         yield f"float32 to {format.name}", _conversion(torch.float32, format)
         yield f"{format.name} to float32", _collapse(format, torch.float32)
+
+
+def fused_steps() -> Iterator[tuple[str, Work]]:
+    """The steps of fused optimizers in all mixtures."""
+    for weights, mode in MIXTURES:
+        for name, make in FUSED.items():
+            if weights != "bf16x2" and name not in ("AdamW", "SGD nesterov"):
+                continue
+            label = ", ".join(filter(None, (name, weights, mode)))
+            yield label, _steps(make, mcf.Format.from_name(weights), mode)
 
 
 def _number(format: mcf.Format, shape: tuple[int, ...] = SHAPE) -> Tensor:

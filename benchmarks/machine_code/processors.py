@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from machine_code.cpus import Loop, cycles
 from machine_code.gpus import Code
 from machine_code.kernels import Kernel
-from machine_code.x86 import Loop, cycles
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from torch import Tensor
 from mcftensor.arithmetic import eft
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.arithmetic.network_numbers import Network
+from mcftensor.arithmetic.noise import Noise
 from mcftensor.arithmetic.number_protocol import Floats, Number, Numbers
-from mcftensor.arithmetic.rounding import add_signed, as_floats
+from mcftensor.arithmetic.rounding import add_signed, as_floats, split_by_noise
 from mcftensor.kernels.without_float64 import Pieces, widest
 
 
@@ -110,7 +111,17 @@ class Wide(Number):
         """self + change. The change is added to the tails first."""
         leading, *tails = self.levels
         moved = _value(change)
-        return Wide([leading + (_total(tails) + moved if tails else moved)])
+        rest = _total(tails) + moved if tails else moved
+        return Wide([leading, rest], leading + rest)
+
+    def split(self, base: torch.dtype, terms: int, noise: Noise | None = None) -> Floats:
+        """Return normalized terms of a base.
+
+        Noise rounds the levels of a float32 number, not their sum; the terms are two of bfloat16.
+        """
+        if noise is None or self.value.dtype != torch.float32:
+            return super().split(base, terms, noise)
+        return split_by_noise(self.value, self.levels, noise)
 
     def summed(self) -> Wide:
         """Return the number as one level; the sign of a zero is not kept."""

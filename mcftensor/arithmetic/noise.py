@@ -9,7 +9,6 @@ division into blocks, and a compiled program has the same noise as an eager one.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
@@ -30,16 +29,21 @@ def draw_key(device: torch.device) -> Tensor:
     return torch.randint(2**63 - 1, (), device=device)
 
 
-class Noise(ABC):
-    """Numbers spread evenly over [0, 1), one for each element."""
+class Noise:
+    """Numbers of 32 bits spread evenly over [0, 1), one for each element.
 
-    @abstractmethod
+    `pattern` holds their bits in int32, in whose arithmetic all devices agree.
+    """
+
+    pattern: Tensor
+
     def uniform(self) -> Tensor:
         """Return the numbers in float64."""
+        return (self.pattern.to(torch.int64) & 0xFFFFFFFF).to(torch.float64) * 2.0**-32
 
-    @abstractmethod
     def bits(self, count: int) -> Tensor:
         """Return the first `count` bits of the numbers, 1 to 31, as an int32 integer."""
+        return shifted(self.pattern, 32 - count)
 
     def is_below(self, share: Tensor) -> Tensor:
         """Whether the first 31 bits of the numbers are below `share`, a nonnegative float32."""
@@ -49,29 +53,31 @@ class Noise(ABC):
 
 
 class Random(Noise):
-    """Independent numbers of 53 bits.
+    """Independent numbers: a hash of the key and of the last 32 bits of the index.
 
-    Source: SplitMix64 of G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number
-    generators", OOPSLA 2014.
+    Half of the key moves the index, and the other half is a factor of the hash, so that the numbers
+    of two keys are unrelated even where they hash the same moved index. Streams 0 and 2, and 1 and
+    3, share a hash, whose second half changes the first half of the later stream. So the first 16
+    bits of the two are independent, which decide a rounding up to 2^-16 of a unit.
+
+    Source: triple32 of C. Wellons, "Prospecting for hash functions", 2018, a permutation of the
+    numbers of 32 bits; the factor replaces the first of its three.
     """
 
     def __init__(self, key: Tensor, index: Tensor, stream: int = 0) -> None:
-        z = (index + 1) * signed(0x9E3779B97F4A7C15) + key + signed(stream * 0x51B54A32D192ED03)
-        z = (z ^ shifted(z, 30)) * signed(0xBF58476D1CE4E5B9)
-        z = (z ^ shifted(z, 27)) * signed(0x94D049BB133111EB)
-        self.pattern = z ^ shifted(z, 31)
-
-    def uniform(self) -> Tensor:
-        """Return the numbers, of 53 bits, in float64."""
-        return shifted(self.pattern, 11).to(torch.float64) * 2.0**-53
-
-    def bits(self, count: int) -> Tensor:
-        """Return the first `count` of the 53 bits."""
-        return shifted(self.pattern, 64 - count).to(torch.int32)
+        is_later, pair = divmod(stream, 2)
+        key = key + signed(pair * 0x9E3779B97F4A7C15)
+        factor = ((key >> 31).to(torch.int32) ^ signed(0xED5AD4BB, 32)) | 1
+        z = index.to(torch.int32) + key.to(torch.int32)
+        z = (z ^ shifted(z, 17)) * factor
+        z = (z ^ shifted(z, 11)) * signed(0xAC4C1B51, 32)
+        z = (z ^ shifted(z, 15)) * 0x31848BAB
+        z = z ^ shifted(z, 14)
+        self.pattern = z ^ z << 16 if is_later else z
 
 
 class Balanced(Noise):
-    """Multiples of an irrational number, modulo 1, of 32 bits.
+    """Multiples of an irrational number, modulo 1.
 
     The t-th write takes the t-th multiple, shifted by a start that differs between elements. Of T
     consecutive multiples, the share in an interval is off by O(log T / T), compared with
@@ -89,14 +95,6 @@ class Balanced(Noise):
         z = (z ^ shifted(z, 15)) * signed(0x846CA68B, 32)
         z = z ^ shifted(z, 16)
         self.pattern = z + (key * _STEPS[stream]).to(torch.int32)
-
-    def uniform(self) -> Tensor:
-        """Return the numbers, of 32 bits, in float64."""
-        return (self.pattern.to(torch.int64) & 0xFFFFFFFF).to(torch.float64) * 2.0**-32
-
-    def bits(self, count: int) -> Tensor:
-        """Return the first `count` of the 32 bits."""
-        return shifted(self.pattern, 32 - count)
 
 
 # 2^32 times the fractional parts of the golden ratio, whose multiples are spread most evenly, and

@@ -214,6 +214,23 @@ def move(x: Tensor, remainder: Tensor, noise: Noise) -> Tensor:
     return torch.where(noise.uniform() < remainder.to(torch.float64) / way, neighbour, x)
 
 
+def split_by_noise(x: Tensor, levels: Sequence[Tensor], noise: Noise) -> list[Tensor]:
+    """Return a sum of float32 levels as two bfloat16 terms, the second rounded by noise.
+
+    `x` is the sum of the levels, rounded to float32. In the mean, the terms also keep what it lost.
+    A float32 ends in 16 bits that bfloat16 lacks; noise is added to them, and a carry rounds up.
+    """
+    leading = x.to(torch.bfloat16).to(torch.float32)
+    tail = levels[0] - leading
+    for level in levels[1:]:
+        tail = tail + level
+    bits = torch.nan_to_num(tail, 0.0, 0.0, 0.0).view(torch.int32) + noise.bits(16)
+    tail = (bits & -(1 << 16)).view(torch.float32)
+    first = (leading + tail).to(torch.bfloat16)  # a neighbour if the tail is a tie now
+    tail = tail - (first.to(torch.float32) - leading)
+    return [first, narrow(torch.nan_to_num(tail, 0.0, 0.0, 0.0), torch.bfloat16)]
+
+
 def quiet(x: Tensor) -> Tensor:
     """Replace every NaN by the same one, since processors produce NaNs of either sign."""
     return torch.nan_to_num(x, torch.nan, torch.inf, -torch.inf)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
 from mcftensor.checkpoint.entries import Contents, Entry, Request, entry_of
-from mcftensor.checkpoint.pickle_checks import require_whole, unpickled
+from mcftensor.checkpoint.pickle_checks import unpickled
 from mcftensor.formats import PLAIN
 
 _LATEST, _LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -67,10 +67,8 @@ def _named_by(file: Path) -> Path | None:
 
 
 def _loaded(file: Path, verify: bool) -> Any:
-    with reading(file), torch.serialization.safe_globals(_ALLOWED):
-        if verify:
-            require_whole(file)
-        return unpickled(file)
+    with torch.serialization.safe_globals(_ALLOWED):
+        return unpickled(file, verify)
 
 
 # ------------------------------------------------------------------------------------ universal
@@ -93,7 +91,7 @@ def read_universal(path: Path, request: Request) -> Contents:
         for file in sorted(folder.glob("*.pt")):
             if file.stem == "step":
                 with reading(file):
-                    state["step"] = float(unpickled(file))
+                    state["step"] = float(unpickled(file, verify=False))
             elif file.stem != "fp32":
                 state[file.stem] = shapes.entry(name, file, request.verify)
         wrong = [x.name for x in state.values() if isinstance(x, Entry) and x.shape != weight.shape]
@@ -127,7 +125,7 @@ class _Shapes:
             self.found = {}
             for file in sorted(self.path.glob("*model_states.pt")):
                 with reading(file):
-                    parts = unpickled(file)["param_shapes"]
+                    parts = unpickled(file, verify=False)["param_shapes"]
                 for part in parts if isinstance(parts, list) else [parts]:
                     self.found |= part
         shape = self.found.get(name)

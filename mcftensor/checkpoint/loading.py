@@ -16,9 +16,16 @@ from torch.optim import Optimizer
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
 from mcftensor.checkpoint.entries import Contents, Request, entries_in
 from mcftensor.checkpoint.open_checkpoint import IN_FOLDERS, opened
-from mcftensor.checkpoint.safetensors_files import index_of
+from mcftensor.checkpoint.pickle_checks import unpickled
+from mcftensor.checkpoint.safetensors_files import Stored, index_of
 from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, ties
-from mcftensor.checkpoint.torch_optimizers import add_stored, load_states, state_dict_for
+from mcftensor.checkpoint.torch_optimizers import (
+    BESIDE,
+    add,
+    add_own,
+    load_states,
+    state_dict_for,
+)
 from mcftensor.tensor.components import any_format_of
 from mcftensor.wings import wing_or_none
 
@@ -145,10 +152,29 @@ def read_checkpoint(path: Path, request: Request) -> Contents:
             if stored.layout == "torch.save":
                 stored = dataclasses.replace(stored, tied=ties(stored.terms))
             contents = Contents(stored.layout, entries_in(stored, request), tied=stored.tied)
-            add_stored(contents, stored, path, request)
+            _add_states(contents, stored, path, request)
         contents.require_known(request.parameters)
         contents.require_fitting_moments(request.parameters)
         return contents
+
+
+def _add_states(contents: Contents, stored: Stored, path: Path, request: Request) -> None:
+    """Add the states in the same file as the weights, or in the same folder, if there are any."""
+    if len(stored.optimizers) > 1:
+        raise CheckpointError(
+            f"{path} holds the states of {len(stored.optimizers)} optimizers, "
+            f"{some(stored.optimizers)}; save one by itself"
+        )
+    for name, state_dict in stored.optimizers.items():
+        add(contents, state_dict, f"{path}[{name!r}]", request)
+    beside = next((path / name for name in BESIDE if (path / name).is_file()), None)
+    if beside is None:
+        return
+    with reading(beside):
+        if beside.suffix == ".safetensors":
+            add_own(contents, beside, request)
+        else:
+            add(contents, unpickled(beside, request.verify), beside, request)
 
 
 # -------------------------------------------------------------------------------- the model

@@ -142,7 +142,9 @@ def _narrowed(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, tup
     found = {}
     for name, x in itertools.chain(module.named_parameters(), module.named_buffers()):
         its, own = format_of(state_dict.get(name)), format_of(x)
-        if its is not None and own is not None and its.precision > own.precision:
+        if its is None or own is None or its == own:
+            continue
+        if its.precision > own.precision:
             found[name] = its, own
     return found
 

@@ -99,9 +99,7 @@ def opened(path: Path, verify: bool, above: tuple[Path, ...] = ()) -> Stored:
         elif is_safetensors(path):
             stored = open_safetensors(path, verify)
         else:
-            if verify:
-                require_whole(path)
-            stored = _open_pickle(path)
+            stored = _open_pickle(path, verify)
         if DELTA_KEY in stored.metadata:
             stored = wing("serving").put_together(path, stored, verify, above)
         for alias, name in stored.tied.items():
@@ -112,8 +110,8 @@ def opened(path: Path, verify: bool, above: tuple[Path, ...] = ()) -> Stored:
         return stored
 
 
-def _open_pickle(path: Path) -> Stored:
-    content = unpickled(path)
+def _open_pickle(path: Path, verify: bool) -> Stored:
+    content = unpickled(path, verify)
     weights = state_dict_in(content, path)
     found = {key: x for key, x in content.items() if is_of_optimizer(x)}
     several = content.get("optimizer_states")  # as Lightning has it
@@ -131,6 +129,7 @@ def _open_shards(index: Path, verify: bool) -> Stored:
     sealed = metadata.get(KEY)
     if verify and sealed is not None:
         unsealed(index, sealed | {"weight_map": files})
+    kinds = {file: is_safetensors(index.parent / file) for file in dict.fromkeys(files.values())}
     held: dict[str, Stored] = {}
 
     def shard(file: str) -> Stored:
@@ -138,9 +137,10 @@ def _open_shards(index: Path, verify: bool) -> Stored:
             held.clear()  # The last shard goes before the next one comes.
             path = index.parent / file
             with reading(path):
-                opened = (
-                    open_safetensors(path, verify) if is_safetensors(path) else _open_pickle(path)
-                )
+                if kinds[file]:
+                    opened = open_safetensors(path, verify)
+                else:
+                    opened = _open_pickle(path, verify=False)  # it was checked with the index
             seal = sealed and sealed["shards"].get(file)
             if verify and seal != (sealed and opened.seal):
                 raise CheckpointError(f"{path} is not the file that {index} was written for")
@@ -153,7 +153,6 @@ def _open_shards(index: Path, verify: bool) -> Stored:
         return held[file]
 
     tied: dict[str, str] = {}
-    kinds = {file: is_safetensors(index.parent / file) for file in dict.fromkeys(files.values())}
     for file, is_own_kind in kinds.items() if verify or sealed is not None else ():
         if verify and not is_own_kind:
             require_whole(index.parent / file)

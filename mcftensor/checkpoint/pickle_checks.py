@@ -39,9 +39,13 @@ _COPY = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 _BY_TYPE = "torch._tensor._rebuild_from_type_v2"
 
 
-def unpickled(path: Path) -> Any:
-    """Return the content of a file of torch.save; tensors are read at their use."""
+def unpickled(path: Path, verify: bool) -> Any:
+    """Return the content of a file of torch.save, perhaps checked by `require_whole`; tensors are
+    read at their use.
+    """
     with reading(path), path.open("rb") as file, warnings.catch_warnings():
+        if verify:
+            require_whole(path)
         require_bounded(file, path.stat().st_size, path)
         warnings.simplefilter("ignore")  # Of pickle protocols, which are no concern here.
         # Before torch 1.6 files were no zip archives, and such cannot be mapped.

@@ -95,6 +95,8 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 
+DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+
 RESERVED = "__metadata__"
 """The one name that no tensor can have."""
 
@@ -238,12 +240,9 @@ def open_safetensors(path: Path, verify: bool) -> Stored:
     def like(name: str) -> Tensor:
         with reading(path):
             header = file.get_slice(name)
-            dtype = _DTYPES[header.get_dtype()]
+            dtype = DTYPE_OF[header.get_dtype()]
             return torch.empty(header.get_shape(), dtype=dtype, device="meta")
 
     for name in digests or ():
         require(name, name in names)
     return Stored("safetensors", Lazy(names, read, like), tied, metadata, seal)
-
-
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
 from mcftensor.checkpoint.entries import (
     LIKE_PARAMETERS,
     Contents,
@@ -35,8 +35,7 @@ from mcftensor.checkpoint.entries import (
     entry_of,
 )
 from mcftensor.checkpoint.open_checkpoint import is_of_optimizer, opened
-from mcftensor.checkpoint.pickle_checks import require_whole, unpickled
-from mcftensor.checkpoint.safetensors_files import Stored, sealed, unsealed
+from mcftensor.checkpoint.safetensors_files import sealed, unsealed
 from mcftensor.wings import wing_or_none
 
 BESIDE = ("optimizer.safetensors", "optimizer.pt", "optimizer.bin")
@@ -44,27 +43,6 @@ BESIDE = ("optimizer.safetensors", "optimizer.pt", "optimizer.bin")
 
 _METADATA = "optimizer"
 _PREFIX = "state."
-
-
-def add_stored(contents: Contents, stored: Stored, path: Path, request: Request) -> None:
-    """Add the states in the same file as the weights, or in the same folder, if there are any."""
-    if len(stored.optimizers) > 1:
-        raise CheckpointError(
-            f"{path} holds the states of {len(stored.optimizers)} optimizers, "
-            f"{some(stored.optimizers)}; save one by itself"
-        )
-    for name, state_dict in stored.optimizers.items():
-        add(contents, state_dict, f"{path}[{name!r}]", request)
-    beside = next((path / name for name in BESIDE if (path / name).is_file()), None)
-    if beside is None:
-        return
-    with reading(beside):
-        if beside.suffix == ".safetensors":
-            _add_own(contents, beside, request)
-        else:
-            if request.verify:
-                require_whole(beside)
-            add(contents, unpickled(beside), beside, request)
 
 
 def add(contents: Contents, state_dict: Any, source: object, request: Request) -> None:
@@ -113,7 +91,8 @@ def metadata_of(contents: Contents) -> dict[str, str]:
         ) from error
 
 
-def _add_own(contents: Contents, path: Path, request: Request) -> None:
+def add_own(contents: Contents, path: Path, request: Request) -> None:
+    """Add the states of `optimizer.safetensors`."""
     if not request.optimizer:
         return
     stored = opened(path, request.verify)

@@ -170,9 +170,9 @@ def _renorm(format: Format, input: Tensor, p: float, dim: int, maxnorm: float) -
 
 
 def functions(name: str) -> list[Callable[..., Any]]:
-    """Return the functions of PyTorch that have a name."""
+    """Return the functions of PyTorch that have a name, without patches."""
     places = (torch, Tensor, torch.special, F)
-    return [getattr(place, name) for place in places if hasattr(place, name)]
+    return [inspect.unwrap(getattr(place, name)) for place in places if hasattr(place, name)]
 
 
 OWN: dict[Callable[..., Any], Callable[..., Any]] = {

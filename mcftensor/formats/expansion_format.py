@@ -53,6 +53,16 @@ class ExpansionFormat(Format):
         return self._numbers.available()
 
     @property
+    def numbers_of_steps(self) -> Numbers:
+        """The kind of numbers that fused steps use.
+
+        It is float32 also for two bfloat16 terms that are rounded stochastically: noise decides a
+        sum of two float32 numbers, the leading term and the rest.
+        """
+        is_pair = (self.base, self.terms, self.rounding) == (torch.bfloat16, 2, "stochastic")
+        return Machine(torch.float32) if is_pair else self.numbers
+
+    @property
     def base_precision(self) -> int:
         """Significand bits p of one term, including the implicit one."""
         return BASES[self.base].precision

@@ -242,6 +242,11 @@ class Format:
         return False
 
     @property
+    def numbers_of_steps(self) -> Numbers:
+        """The kind of numbers that fused steps use; by default that of arithmetic."""
+        return self.numbers
+
+    @property
     def smallest(self) -> tuple[float, float]:
         """The smallest number with all its bits, and the smallest number above zero."""
         normal = torch.finfo(self.numbers.dtype).smallest_normal

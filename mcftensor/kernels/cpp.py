@@ -75,7 +75,12 @@ _DIALECT = Dialect(
 
 _IN_PAIRS = dataclasses.replace(
     _DIALECT,
-    operations={**_DIALECT.operations, "vector": "{half}_of_pair(in{0} + {first})"},
+    operations={
+        **_DIALECT.operations,
+        "vector": "{half}_of_pair(in{0} + {first})",
+        "index": "counted<L>() * 2 + ({first} + {place})",
+        ("index", torch.int32): "counted<I>() * 2 + int32_t({first} + {place})",
+    },
 )
 
 BITS = """\
@@ -480,21 +485,19 @@ def _shuffles(lanes: int) -> str:
 
 
 def _in_pairs(program: Program) -> bool:
-    """Whether all inputs and outputs have 16 bits, and no instruction depends on the index."""
+    """Whether all inputs and outputs have 16 bits."""
     signature = program.signature
-    return (
-        not signature.shared
-        and all(x.itemsize == 2 for x in (*signature.vectors, *signature.outputs))
-        and all(x.name != "index" for x in program.instructions)
-    )
+    dtypes = (*signature.vectors, *signature.outputs)
+    return not signature.shared and all(x.itemsize == 2 for x in dtypes)
 
 
 def _copies(first: int, size: int) -> list[Copy]:
     """Return the copies of a group of vectors, whose elements form a block or pairs."""
     places = [f"(i + {k} * LANES)" for k in range(first, first + size)]
     suffixes = [f"_{k}" for k in range(first, first + size)]
+    halves = [{"half": "first", "place": "0"}, {"half": "second", "place": "1"}]
     return [
-        Copy(suffix, {"i": place, "first": places[0], "half": ("first", "second")[k % 2]}, suffixes)
+        Copy(suffix, {"i": place, "first": places[0], **halves[k % 2]}, suffixes)
         for k, (suffix, place) in enumerate(zip(suffixes, places, strict=True))
     ]
 

@@ -192,9 +192,8 @@ def encoding(format: Format, dtype: torch.dtype) -> Body:
         noise = None
         if format.takes_key:
             start, key = scalars
-            if format.rounding == "balanced":  # int32 is enough
-                index, start = index.to(torch.int32), start.to(torch.int32)
-            noise = noise_of(format.rounding, key, index + start)
+            places = index.to(torch.int32) + start.to(torch.int32)
+            noise = noise_of(format.rounding, key, places)
         return format.encode(Sum(vectors), noise)
 
     return body

@@ -233,13 +233,14 @@ def numbers_for(formats: Sequence[Format]) -> Numbers:
     """Return the kind of numbers in which a step is computed, from the formats of the gradient, the
     parameter and the states."""
     own = [f for f in formats if f.arithmetic != "plain"]
-    networks = [f.numbers for f in own if isinstance(f.numbers, Network)]
+    kinds = [f.numbers_of_steps for f in own]
+    networks = [x for x in kinds if isinstance(x, Network)]
     if networks:
         return max(networks, key=lambda x: x.terms)
     # Sizes in bytes of plain tensors for which float32 suffices: 16-bit ones next to terms, and
     # wider ones next to float32 numbers.
     limit = 4 if all(f.result is not f for f in own) else 2
-    narrow = all(f.numbers.dtype == torch.float32 for f in own) and all(
+    narrow = all(x.dtype == torch.float32 for x in kinds) and all(
         f.dtype.itemsize <= limit for f in formats[1:] if f.arithmetic == "plain"
     )
     return Machine(torch.float32 if own and narrow else torch.float64).available()

@@ -9,7 +9,6 @@ from mcftensor.patches import distributed as distributed
 from mcftensor.patches import dynamo as dynamo
 from mcftensor.patches import objects as objects
 from mcftensor.patches import optimizers as optimizers
-from mcftensor.patches import registries as registries
 from mcftensor.patches import rounding_functions as rounding_functions
 from mcftensor.patches import states as states
 from mcftensor.patches.table import PatchWarning as PatchWarning

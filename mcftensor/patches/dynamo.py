@@ -1,4 +1,4 @@
-"""Functions that torch.compile would otherwise decompose before an expansion sees them.
+"""Functions that torch.compile would otherwise decompose, before an expansion sees them, or merge.
 
 The front end of the compiler writes `add_` with a number as `alpha`, `addcmul_`, `addcdiv_` and
 `addcdiv` with one as `value`, and `_foreach_lerp_`, as sequences of operations; which of them
@@ -171,3 +171,15 @@ for _operator in (
     register_in_place(f"mcftensor::{_name}", _row.name)
     _of_tensor = getattr(torch.ops.mcftensor, _name).default
     _WITH_A_NUMBER[_name] = (_keyword, _operator, _of_tensor)
+
+
+@patch(
+    "torch._functorch.compile_utils.rand_ops",
+    why="Compilers merge equal calls, except calls of operators listed as random.",
+    loss="stochastic roundings of one compiled graph may share their random numbers.",
+    when=COMPILER,
+    kind=list,
+)
+def _with_draws(operators: list[Any]) -> list[Any]:
+    operators.append(torch.ops.mcftensor.draw_key)
+    return operators

@@ -268,3 +268,14 @@ def _stored_by_script(script: Any) -> Iterator[tuple[str, Tensor]]:
         for node in graph.findAllNodes("prim::Constant", True):
             if "value" in node.attributeNames() and node.kindOf("value") == "t":
                 yield f"the constant {node.output().debugName()}", node.t("value")
+
+
+@patch(
+    "torch.utils.data._utils.collate.default_collate_fn_map",
+    why="The workers of data loaders would stack expansions into plain tensors in shared memory.",
+    loss="data loaders with workers cannot collate expansions; give them a collate_fn.",
+    kind=dict,
+)
+def _stacking_expansions(functions: dict[Any, Callable[..., Any]]) -> dict[Any, Any]:
+    functions[MCFTensor] = lambda batch, **unused: torch.stack(list(batch))
+    return functions

@@ -16,10 +16,25 @@ from torch.optim import Optimizer
 
 from mcftensor.patches.sharded_optimizers import mean_over_ranks
 from mcftensor.patches.table import by_name, calls, patch, rows
+from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import any_format_of, format_of, is_held, local
 from mcftensor.tensor.dtensor import with_gradient_tensors
 from mcftensor.tensor.implicit_rounding import asking
 from mcftensor.tensor.step_context import Step, closure, current_step, in_step
+
+
+@patch(
+    "torch.optim.optimizer._foreach_supported_types",
+    "torch.utils._foreach_utils._foreach_supported_types",
+    why="Optimizers and clipping choose foreach kernels by default, as on CUDA, for listed types "
+    "of parameters.",
+    loss="optimizers and clipping use the for-loop over expansions, unless foreach=True or "
+    "fused=True is given.",
+    kind=list,
+)
+def _with_expansions(types: list[type]) -> list[type]:
+    types.append(MCFTensor)  # in place: others have imported the list
+    return types
 
 
 def _after_the_plan(initialize: Callable[..., Any]) -> Callable[..., Any]:

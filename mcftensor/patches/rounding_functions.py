@@ -1,12 +1,14 @@
-"""Functions of `torch.distributions` and `torch.masked` that round to the dtype of a tensor."""
+"""Functions of PyTorch that round to the dtype of a tensor, or whose operators cancel."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable
+from types import BuiltinFunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mcftensor.patches.table import by_name, patch, wherever_imported
@@ -107,3 +109,23 @@ def _in_all_bits(found: Callable[..., Any]) -> Callable[..., Any]:
         return found(input, *args, dtype=dtype, **options)
 
     return masked
+
+
+@patch(
+    "torch.special.ndtr",
+    why="PyTorch decomposes it into a sum of 1 and `erf`, which cancels. Tensors with scale rules "
+    "are dispatched afterwards.",
+    loss="ndtr of scaled tensors is 0 where it is small; write "
+    "torch.special.erfc(-x / 2**0.5) / 2.",
+    kind=BuiltinFunctionType,
+)
+def _by_its_tail(found: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(found)
+    def ndtr(input: Any, *args: Any, **kwargs: Any) -> Tensor:  # compilers trace it
+        if isinstance(input, MCFTensor) and input._has_rules:
+            twice = torch.special.erfc(input.float() * -(0.5**0.5)).to(input.dtype)
+            return torch.div(twice, 2, *args, **kwargs)
+        return found(input, *args, **kwargs)
+
+    torch.jit._builtins._register_builtin(ndtr, "aten::special_ndtr")
+    return ndtr

@@ -2,7 +2,6 @@
 
 from mcftensor.scaling import elementwise_rules as elementwise_rules
 from mcftensor.scaling import norm_rules as norm_rules
-from mcftensor.scaling import optimizer_rules as optimizer_rules
 from mcftensor.scaling import softmax_rules as softmax_rules
 from mcftensor.scaling import structure_rules as structure_rules
 from mcftensor.scaling import sum_rules as sum_rules

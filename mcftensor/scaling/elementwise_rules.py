@@ -1,7 +1,8 @@
-"""Rules of elementwise arithmetic, activations and losses of pairs of numbers."""
+"""Rules of elementwise arithmetic, activations, losses of pairs of numbers, and fused steps."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +13,11 @@ from torch import Tensor
 
 from mcftensor.kernels.columns import on_device
 from mcftensor.passes.operators import OPERATORS, Operator
-from mcftensor.scaling.exponents import times_power
-from mcftensor.scaling.rule_table import aten, homogeneous, jointly, rule
+from mcftensor.passes.optimizer_steps import RULES as STEPS
+from mcftensor.passes.optimizer_steps import Rule
+from mcftensor.scaling.exponents import known, largest, times_power
+from mcftensor.scaling.rule_table import aten, homogeneous, rule
+from mcftensor.scaling.scaled import is_scaled
 from mcftensor.scaling.scaled_numbers import (
     Placing,
     Unrounded,
@@ -22,6 +26,7 @@ from mcftensor.scaling.scaled_numbers import (
     product_of,
     sum_of,
     where_of,
+    write_to,
 )
 
 # ------------------------------------------------------------------------------------- arithmetic
@@ -71,27 +76,27 @@ _FORMULAS: dict[str, Callable[..., Unrounded]] = {
 }
 
 
-def _register(operator: Operator) -> None:
-    packet = getattr(aten, operator.name)
-    overloads = [
-        getattr(packet, x) for x in packet.overloads() if "out" not in x and "mode" not in x
-    ]
-
-    @rule(*overloads, keeps_tails=True)
-    def compute(*args: Any, **kwargs: Any) -> Unrounded:
-        name, operands = operator.formula(*args, **kwargs)
-        return _FORMULAS[name](*operands)
+def _by_formula(row: Operator, *args: Any, **kwargs: Any) -> Unrounded:
+    name, operands = row.formula(*args, **kwargs)
+    return _FORMULAS[name](*operands)
 
 
-for _operator in OPERATORS.values():
-    _register(_operator)
-
+for _row in OPERATORS.values():
+    _packet = getattr(aten, _row.name)
+    rule(
+        *(getattr(_packet, x) for x in _packet.overloads() if "out" not in x and "mode" not in x),
+        keeps_tails=True,
+    )(functools.partial(_by_formula, _row))
 
 homogeneous(aten.neg, aten.abs, keeps_tails=True)
 homogeneous(aten.sign, aten.sgn, degree=0)
 homogeneous(aten.reciprocal, degree=-1, placing="by size")
 # As Adam with amsgrad needs them.
-jointly(aten.maximum, aten.minimum, aten.clamp_min.Tensor, aten.clamp_max.Tensor)
+homogeneous(
+    *(aten.maximum, aten.minimum, aten.clamp_min.Tensor, aten.clamp_max.Tensor),
+    jointly=True,
+    keeps_tails=True,
+)
 
 
 @rule(aten.rsqrt)
@@ -103,21 +108,24 @@ def _rsqrt(x: Any) -> Unrounded:
 @rule(aten.pow.Tensor_Scalar)
 def _pow(x: Any, exponent: float) -> Unrounded:
     """Integer powers from 1 to 4 multiply the exponent; others are computed in float32."""
-    if exponent == int(exponent) and 0 < exponent <= 4:
-        return Unrounded(number(x).mantissa.pow(exponent), x.exponent * int(exponent))
-    return Unrounded(number(x).plain().pow(exponent), 0, "by size")
+    a = number(x)
+    if exponent in (1, 2, 3, 4):
+        return Unrounded(a.mantissa.pow(exponent), a.exponent * int(exponent))
+    return Unrounded(a.plain().pow(exponent), 0, "by size")
 
 
 @rule(aten.clamp.default, aten.clamp_min.default)
 def _clamp(x: Any, min: float | None = None, max: float | None = None) -> Unrounded:
     """Clamp the data at the limits in its units, such as the factor of `clip_grad_norm_`."""
     a = number(x)
-    limits = [
-        None if y is None else Unrounded(torch.tensor(y, device="cpu"), -a.exponent).plain()
-        for y in (min, max)
-    ]
-    on_its_device = [None if y is None else on_device(y, x.device) for y in limits]
-    return Unrounded(a.mantissa.clamp(*on_its_device), a.exponent, "by size")
+
+    def limit(y: float | None) -> Tensor | None:
+        if y is None:
+            return None
+        own = Unrounded(torch.tensor(y, device="cpu"), -a.exponent).plain()
+        return on_device(own, a.mantissa.device)
+
+    return Unrounded(a.mantissa.clamp(limit(min), limit(max)), a.exponent, "by size")
 
 
 rule(aten.clamp_max.default)(lambda x, max: _clamp(x, None, max))
@@ -177,19 +185,20 @@ def _gate_of_gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return _ndtr(x)
 
 
-def _by_gate(operator: Any, gate: Callable[..., Tensor]) -> None:
-    """Register x · gate(x), with a gate in [0, 1]: the scale stays."""
-
-    @rule(operator)
-    def activation(x: Any, **how: Any) -> Unrounded:
-        a = number(x)
-        return Unrounded(_gated(a.mantissa, gate(a.plain(), **how)), a.exponent)
+def _by_gate(gate: Callable[..., Tensor], x: Any, **how: Any) -> Unrounded:
+    """x · gate(x), with a gate in [0, 1]: the scale stays."""
+    a = number(x)
+    return Unrounded(_gated(a.mantissa, gate(a.plain(), **how)), a.exponent)
 
 
-_by_gate(aten.gelu, _gate_of_gelu)
-_by_gate(aten.silu, torch.sigmoid)
-_by_gate(aten.hardswish, lambda x: (x + 3).clamp(0, 6) / 6)
-_by_gate(aten.mish, lambda x: torch.tanh(aten.softplus(x)))
+_GATES: dict[Any, Callable[..., Tensor]] = {
+    aten.gelu: _gate_of_gelu,
+    aten.silu: torch.sigmoid,
+    aten.hardswish: lambda x: (x + 3).clamp(0, 6) / 6,
+    aten.mish: lambda x: torch.tanh(aten.softplus(x)),
+}
+for _packet, _gate in _GATES.items():
+    rule(_packet)(functools.partial(_by_gate, _gate))
 
 
 @rule(aten.gelu_backward)
@@ -261,3 +270,36 @@ def _mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Un
     g, (s, (a, b)) = number(gradient), aligned([x, target])
     made = aten.mse_loss_backward(g.mantissa, a.at(s), b.at(s), reduction)
     return Unrounded(made, g.exponent + s, "by size")
+
+
+# -------------------------------------------------------------------------- fused optimizer steps
+
+
+def _fused(step: Rule, func: Any, *args: Any, **kwargs: Any) -> None:
+    """Update one tensor after the other.
+
+    The step is computed in float64, which holds the squares of gradients of any scale in use. Each
+    result is rounded to float32 and then to its data; squares are placed high.
+    """
+    names = ("params", "grads", *step.states)  # step counts follow
+    for i in range(len(args[0])):
+        own = [x[i : i + 1] if isinstance(x, list | tuple) else x for x in args]
+        wide = [[y.to(torch.float64, copy=True) for y in x] for x in own[: len(names)]]
+        func(*wide, *own[len(names) :], **kwargs)
+        for name, targets, results in zip(names, own, wide, strict=False):
+            for target, made in zip(targets, results, strict=True):
+                if name != "grads":
+                    _write(target, made, "high" if name in step.squares else "by rule")
+
+
+def _write(target: Tensor, made: Tensor, placing: Placing) -> None:
+    if is_scaled(target):
+        measured = number(made)
+        exponent = largest(known(target.exponent), measured.exponent)
+        write_to(target, Unrounded(measured.at(exponent), exponent, placing))
+    else:
+        target.copy_(made)
+
+
+for _name, _step in STEPS.items():
+    rule(getattr(aten, _name), takes_operator=True)(functools.partial(_fused, _step))

@@ -17,7 +17,6 @@ from mcftensor.scaling.exponents import (
     half_log2,
     power_of_two,
     times_any_power,
-    times_power,
 )
 from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled_numbers import Unrounded, close, number, product_of, sum_of
@@ -40,22 +39,17 @@ def _saved(mean: Tensor, inverse: Tensor, exponent: Exponent) -> tuple[Tensor, T
 
 def _of_data(mean: Tensor, inverse: Tensor, exponent: Exponent) -> tuple[Tensor, Tensor]:
     """Convert saved statistics back to units of the data."""
-    own = times_any_power(mean, -exponent), times_any_power(inverse, exponent)
-    return own[0].to(torch.float32), own[1].to(torch.float32)
+    return Unrounded(mean, -exponent).plain(), Unrounded(inverse, exponent).plain()
 
 
 def _with_gain(normal: Tensor, weight: Any, bias: Any, shape: tuple[int, ...]) -> Unrounded:
     made = close(Unrounded(normal, 0))  # far below 1 if eps is large
     if weight is not None:
-        gain = number(weight)
-        made = product_of(made, Unrounded(gain.mantissa.view(shape), gain.exponent))
-    if bias is not None:
-        added = number(bias)
-        made = sum_of(made, Unrounded(added.mantissa.view(shape), added.exponent))
-    return made
+        made = product_of(made, number(weight).viewed(shape))
+    return made if bias is None else sum_of(made, number(bias).viewed(shape))
 
 
-def _around(x: Any) -> tuple[int, ...]:
+def _per_channel(x: Any) -> tuple[int, ...]:
     """Return the shape that broadcasts one number per channel over x."""
     return (1, -1, *[1] * (x.dim() - 2))
 
@@ -72,22 +66,19 @@ Gradients = tuple[Unrounded | None, ...]
 
 
 def _gradients(
-    made: Any, s: Exponent, of_gradient: Exponent, size: int, mask: list[bool]
+    made: Any, g: Unrounded, a: Unrounded, of_gain: Exponent, mask: list[bool]
 ) -> Gradients:
-    """Return the gradients of the input, at the exponent s, and of gain and bias, summed."""
+    """Return gradients in units of data as numbers; those of gain and bias are sums."""
     dx, *sums = made
-    return (
-        Unrounded(dx, s, "by size") if mask[0] else None,
-        *(
-            _summed(part, of_gradient, size) if wanted else None
-            for part, wanted in zip(sums, mask[1:], strict=True)
-        ),
+    of_x = Unrounded(dx, g.exponent - a.exponent + of_gain, "by size") if mask[0] else None
+    return of_x, *(
+        _summed(y, g.exponent, a.mantissa.numel()) if wanted else None
+        for y, wanted in zip(sums, mask[1:], strict=True)
     )
 
 
-def _summed(part: Tensor, exponent: Exponent, size: int) -> Unrounded:
-    half = half_log2(size // max(1, part.numel()))
-    return close(Unrounded(times_power(part, -half), exponent + half))
+def _summed(y: Tensor, exponent: Exponent, numbers: int) -> Unrounded:
+    return close(Unrounded(y, exponent).raised(half_log2(numbers // max(1, y.numel()))))
 
 
 @rule(aten.native_layer_norm)
@@ -105,11 +96,11 @@ def _layer_norm(
 @rule(aten.native_layer_norm_backward)
 def _layer_norm_backward(gradient: Any, x: Any, shape: Any, *how: Any) -> Gradients:
     mean, inverse, weight, bias, mask = how
-    g, a, (gain, level) = number(gradient), number(x), _gain_of(weight)
+    g, a, (gain, of_gain) = number(gradient), number(x), _gain_of(weight)
     statistics = _of_data(mean, inverse, a.exponent)
     parts = gain, _gain_of(bias)[0], mask
     made = aten.native_layer_norm_backward(g.mantissa, a.mantissa, shape, *statistics, *parts)
-    return _gradients(made, g.exponent - a.exponent + level, g.exponent, x.numel(), mask)
+    return _gradients(made, g, a, of_gain, mask)
 
 
 @rule(aten._fused_rms_norm)
@@ -127,38 +118,38 @@ def _rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Unrou
 def _rms_norm_backward(
     gradient: Any, x: Any, shape: Any, inverse: Tensor, weight: Any, mask: list[bool]
 ) -> Gradients:
-    g, a, (gain, level) = number(gradient), number(x), _gain_of(weight)
+    g, a, (gain, of_gain) = number(gradient), number(x), _gain_of(weight)
     _, inverse = _of_data(inverse, inverse, a.exponent)
     normal = a.mantissa * inverse
     own = g.mantissa if gain is None else g.mantissa * gain
     dims = tuple(range(-len(shape), 0))
     dx = inverse * (own - normal * (own * normal).mean(dims, keepdim=True))
     dw = (g.mantissa * normal).sum(tuple(range(x.dim() - len(shape))))
-    return _gradients((dx, dw), g.exponent - a.exponent + level, g.exponent, x.numel(), mask)
+    return _gradients((dx, dw), g, a, of_gain, mask)
 
 
 @rule(aten.native_group_norm)
 def _group_norm(x: Any, weight: Any, bias: Any, *how: Any) -> tuple[Unrounded, Tensor, Tensor]:
-    n, _channels, _places, groups, eps = how
+    n, *_, groups, eps = how
     a = number(x)
-    parts = a.mantissa.reshape(n, groups, _channels // groups * _places)
+    parts = a.mantissa.reshape(n, groups, -1 if x.numel() else 0)
     if parts.numel():
         variance, mean = torch.var_mean(parts, 2, correction=0)
     else:  # PyTorch warns of a variance of nothing
         variance = mean = parts.new_zeros(n, groups)
     inverse = _inverse_deviation(variance, eps, a.exponent)
     normal = ((parts - mean[..., None]) * inverse[..., None]).view(x.shape)
-    return _with_gain(normal, weight, bias, _around(x)), *_saved(mean, inverse, a.exponent)
+    return _with_gain(normal, weight, bias, _per_channel(x)), *_saved(mean, inverse, a.exponent)
 
 
 @rule(aten.native_group_norm_backward)
 def _group_norm_backward(gradient: Any, x: Any, *how: Any) -> Gradients:
     mean, inverse, weight, *sizes, mask = how
-    g, a, (gain, level) = number(gradient), number(x), _gain_of(weight)
+    g, a, (gain, of_gain) = number(gradient), number(x), _gain_of(weight)
     data = g.mantissa.contiguous(), a.mantissa.contiguous()
     statistics = _of_data(mean, inverse, a.exponent)
     made = aten.native_group_norm_backward(*data, *statistics, gain, *sizes, mask)
-    return _gradients(made, g.exponent - a.exponent + level, g.exponent, x.numel(), mask)
+    return _gradients(made, g, a, of_gain, mask)
 
 
 # ------------------------------------------------------------------------------------ batch norms
@@ -170,15 +161,14 @@ def _batch_norm(x: Any, weight: Any, bias: Any, *how: Any) -> tuple[Unrounded, T
     running_mean, running_variance, training, momentum, eps = how
     a = number(x)
     dims = [0, *range(2, x.dim())]
-    shape = _around(x)
+    shape = _per_channel(x)
     if training:
         variance, mean = torch.var_mean(a.mantissa, dims, correction=0)
         if running_mean is not None:
             n = x.numel() // x.shape[1]
-            of_batch = Unrounded(mean, a.exponent)
-            around = Unrounded(variance * (n / max(1, n - 1)), a.exponent * 2)
-            running_mean.lerp_(of_batch.plain(), momentum)
-            running_variance.lerp_(around.plain(), momentum)
+            unbiased = Unrounded(variance * (n / max(1, n - 1)), a.exponent * 2)
+            running_mean.lerp_(Unrounded(mean, a.exponent).plain(), momentum)
+            running_variance.lerp_(unbiased.plain(), momentum)
         inverse = _inverse_deviation(variance, eps, a.exponent)
     else:
         mean, inverse = _running(running_mean, running_variance, eps, a.exponent)
@@ -204,13 +194,13 @@ def _batch_norm_of_batch(x: Any, weight: Any, bias: Any, training: bool, *how: A
 @rule(aten.native_batch_norm_backward)
 def _batch_norm_backward(gradient: Any, x: Any, weight: Any, *how: Any) -> Gradients:
     running_mean, running_variance, mean, inverse, training, eps, mask = how
-    g, a, (gain, level) = number(gradient), number(x), _gain_of(weight)
+    g, a, (gain, of_gain) = number(gradient), number(x), _gain_of(weight)
     if training:
         mean, inverse = _of_data(mean, inverse, a.exponent)
     else:
         mean, inverse = _running(running_mean, running_variance, eps, a.exponent)
     dims = [0, *range(2, x.dim())]
-    shape = _around(x)
+    shape = _per_channel(x)
     normal = (a.mantissa - mean.view(shape)) * inverse.view(shape)
     dw = (g.mantissa * normal).sum(dims)
     db = g.mantissa.sum(dims)
@@ -220,5 +210,4 @@ def _batch_norm_backward(gradient: Any, x: Any, weight: Any, *how: Any) -> Gradi
         dx = dx - (db.view(shape) + normal * dw.view(shape)) / n
     dx = dx * inverse.view(shape)
     dx = dx if gain is None else dx * gain.view(shape)
-    s = g.exponent - a.exponent + level
-    return _gradients((dx, dw, db), s, g.exponent, x.numel(), mask)
+    return _gradients((dx, dw, db), g, a, of_gain, mask)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from mcftensor.dispatch.foreach import ListCall
 from mcftensor.dispatch.operands import leaves
 from mcftensor.dispatch.registry import Handler, handler_of
 from mcftensor.scaling.exponents import Exponent
@@ -78,49 +79,41 @@ def rule(
 def homogeneous(
     *operators: Any,
     degree: int | None = 1,
+    jointly: bool = False,
     placing: Placing = "by rule",
     keeps_tails: bool = False,
 ) -> None:
     """Register operators with f(2^k · x, …) = 2^(degree · k) · f(x, …) for their first operand x.
 
     They are applied to its mantissa, and to the values of other operands in float32. Functions
-    without a degree (None) are applied to values alone.
+    without a degree (None) are applied to values alone. Operators with f(2^k · x, 2^k · y, …) =
+    2^k · f(x, y, …) are applied to mantissas at the largest exponent of their operands (`jointly`).
     """
 
     @rule(*operators, keeps_tails=keeps_tails, takes_operator=True)
-    def compute(operator: Any, x: Any, *others: Any, **also: Any) -> Any:
-        a = Unrounded(plain_operand(x), 0) if degree is None else number(x)
-        exponent = a.exponent if degree in (None, 1) else a.exponent * degree
-        made = operator(a.mantissa, *map(plain_operand, others), **also)
-        return _with_exponent(made, exponent, placing)
+    def compute(operator: Any, *args: Any, **also: Any) -> Any:
+        s: Exponent = 0
+        own: dict[int, Unrounded] = {}
+        if jointly:
+            places = _places_of_numbers(operator)
+            s, numbers = aligned([args[i] for i in places])
+            own = dict(zip(places, numbers, strict=True))
+        elif degree is not None:
+            own = {0: number(args[0])}
+            s = own[0].exponent
+        operands = [own[i].at(s) if i in own else plain_operand(x) for i, x in enumerate(args)]
+        exponent = s if degree == 1 else s * (degree or 0)
+        made = operator(*operands, **also)
 
+        def as_number(y: Tensor) -> Any:
+            return Unrounded(y, exponent, placing) if y.is_floating_point() else y
 
-def _with_exponent(made: Any, exponent: Exponent, placing: Placing) -> Any:
-    """Return results as numbers with an exponent; indices and masks unchanged."""
-    if isinstance(made, tuple):
-        return tuple(_with_exponent(x, exponent, placing) for x in made)
-    return Unrounded(made, exponent, placing) if made.is_floating_point() else made
-
-
-def jointly(*operators: Any) -> None:
-    """Register operators with f(2^k · x, 2^k · y, …) = 2^k · f(x, y, …).
-
-    All numbers among their operands are moved to the largest of their exponents.
-    """
-
-    @rule(*operators, keeps_tails=True, takes_operator=True)
-    def compute(operator: Any, *args: Any, **also: Any) -> Unrounded:
-        operands = list(args)
-        places = _places_of_numbers(operator)
-        s, numbers = aligned([operands[i] for i in places])
-        for i, x in zip(places, numbers, strict=True):
-            operands[i] = x.at(s)
-        return Unrounded(operator.overloadpacket(*operands, **also), s)
+        return tuple(map(as_number, made)) if isinstance(made, tuple) else as_number(made)
 
 
 @functools.lru_cache(maxsize=256)
 def _places_of_numbers(operator: Any) -> list[int]:
-    names = ("self", "other", "value", "src", "source", "min", "max")
+    names = ("self", "other", "src", "source", "min", "max")
     return [i for i, x in enumerate(operator._schema.arguments) if x.name in names]
 
 
@@ -167,7 +160,14 @@ def _handler(func: Any) -> Handler:
         own = _given_out
     elif (functional := _functional(func)) in RULES:
         own = functools.partial(_written, RULES[functional])
-    return handler_of(func, own, RULES["foreach"].function, _viewed) or _without_rule
+    return handler_of(func, own, _foreach, _viewed) or _without_rule
+
+
+def _foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply an operation to each tensor in turn, since every tensor has its scale."""
+    call = ListCall(func, args, kwargs)
+    made = call.by_torch([None] * call.count)
+    return None if call.in_place else made
 
 
 def _functional(func: Any) -> Any:

@@ -78,11 +78,6 @@ def is_scaled(x: object) -> TypeGuard[ScaledTensor]:
     return isinstance(x, MCFTensor) and x._has_rules
 
 
-def data_of(x: ScaledTensor) -> tuple[Tensor, ...]:
-    """The data, and the tail if there is one, as plain tensors with the same memory."""
-    return (x._component0,) if x._format.tail is None else (x._component0, x._component1)
-
-
 def is_all(x: ScaledTensor) -> bool:
     """Whether a tensor covers all elements that share its exponent."""
     base = x._base_components

@@ -15,7 +15,7 @@ from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.arithmetic.rounding import round_to
 from mcftensor.formats import Component, ExpansionFormat, Format, Machine, TailFormat, fp16i8
 from mcftensor.kernels.program import PATTERNS
-from mcftensor.scaling.exponents import times_any_power
+from mcftensor.scaling.exponents import floor_log2, times_any_power
 
 TOPS: dict[torch.dtype, int] = {
     torch.float32: 60,  # so that float32 holds products
@@ -29,13 +29,10 @@ TOPS: dict[torch.dtype, int] = {
 _HALF_AND_TAIL = cast(TailFormat, fp16i8.nearest)
 """The format of data with an integer tail, without the scale."""
 
-PRECISIONS: dict[torch.dtype, int] = {
-    torch.float32: 24,
-    torch.bfloat16: 8,
-    torch.float16: 11,
-    torch.float8_e4m3fn: 4,
-    torch.float8_e5m2: 3,
-}
+
+def _significand_bits(dtype: torch.dtype) -> int:
+    """Return the significand bits of a machine float."""
+    return 1 - floor_log2(torch.finfo(dtype).eps)
 
 
 class _Exponent(Component):
@@ -92,16 +89,11 @@ class ScaledFormat(Format):
         how = "" if self.rounding == "nearest" else f", rounding={self.rounding!r}"
         return f"mcf.scaling.scaled({base}{tail}{how})"
 
-    @property
+    @functools.cached_property
     def precision(self) -> int:
         """Significand bits of a number."""
-        return PRECISIONS[self.dtype] + self._bits_of_tail
-
-    @property
-    def _bits_of_tail(self) -> int:
-        if self.tail is None:
-            return 0
-        return _HALF_AND_TAIL.bits if self.tail == torch.int8 else PRECISIONS[self.tail]
+        stored = [self.dtype] if self.tail is None else [self.dtype, self.tail]
+        return sum(8 if x == torch.int8 else _significand_bits(x) for x in stored)
 
     @functools.cached_property
     def lead(self) -> ScaledFormat:
@@ -181,7 +173,7 @@ class ScaledFormat(Format):
             most = torch.finfo(self.dtype).max
             return (x.clamp(-most, most).to(self.dtype),)
         if self.rounding == "stochastic":
-            x = _dithered(x, PRECISIONS[self.dtype] + self._bits_of_tail)
+            x = _dithered(x, self.precision)
         if self.tail == torch.int8:
             return tuple(_HALF_AND_TAIL.encode(Sum([x]), None))
         leading = round_to(x, self.dtype)
@@ -189,7 +181,7 @@ class ScaledFormat(Format):
             leading = x.clone()
         if self.tail is None:
             return (leading,)
-        rest = (x - leading.to(x.dtype)) * 2.0 ** PRECISIONS[self.dtype]
+        rest = (x - leading.to(x.dtype)) * 2.0 ** _significand_bits(self.dtype)
         return leading, round_to(torch.nan_to_num(rest, 0.0, 0.0, 0.0), self.dtype)
 
     def load(self, parts: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -199,7 +191,7 @@ class ScaledFormat(Format):
         if self.tail == torch.int8:
             return _HALF_AND_TAIL.decode(parts)[0].to(dtype)
         leading = parts[0].to(dtype)
-        return leading + parts[1].to(dtype) * 2.0 ** -PRECISIONS[self.dtype]
+        return leading + parts[1].to(dtype) * 2.0 ** -_significand_bits(self.dtype)
 
 
 def _name_of(dtype: torch.dtype, tail: torch.dtype | None, rounding: Rounding) -> str:
@@ -306,12 +298,10 @@ def promoted(formats: Sequence[ScaledFormat], *, keep_tails: bool) -> ScaledForm
     if all(format is first for format in formats):
         return first.nearest if keep_tails else first.lead
     dtypes = {format.dtype for format in formats}
-    if len(dtypes) > 1:
-        dtypes -= set(FP8) if not dtypes <= set(FP8) else set()
-    dtype, *others = dtypes
-    for other in others:
-        both_small = {dtype, other} <= set(FP8)
-        dtype = torch.float16 if both_small else torch.promote_types(dtype, other)
+    if wide := dtypes - set(FP8):
+        dtype = functools.reduce(torch.promote_types, wide)
+    else:
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float16
     tails = {format.tail for format in formats}
     tail = tails.pop() if keep_tails and len(tails) == 1 else None
     return of_dtype(dtype, tail)

@@ -17,7 +17,6 @@ from mcftensor.scaling.fp8 import Fp8Linear
 from mcftensor.scaling.rule_table import follow_rule, rule
 from mcftensor.scaling.scaled import ScaledTensor, is_scaled
 from mcftensor.scaling.scaled_format import ScaledFormat, of_dtype
-from mcftensor.scaling.scaled_numbers import by_size
 from mcftensor.scaling.structure_rules import encoded
 from mcftensor.tensor import MCFTensor
 
@@ -26,8 +25,6 @@ M = TypeVar("M", bound=nn.Module)
 
 def as_scaled(x: Tensor, format: ScaledFormat) -> ScaledTensor:
     """Convert a tensor to a scaled format; `mcf.as_expansion` is the public function."""
-    if is_scaled(x):
-        return by_size(x.detach(), format)
     if not x.is_floating_point() or x.layout != torch.strided:
         raise TypeError(
             f"as_expansion: the tensor of shape {tuple(x.shape)} is of {x.dtype}, {x.layout}; "
@@ -112,10 +109,8 @@ def scalify(
         if isinstance(module, nn.RNNBase) and _with_plain not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_with_plain)
             module.register_forward_hook(functools.partial(_scaled_again, format.lead))
-    if products == "fp8":
-        for module in model.modules():
-            if type(module) is nn.Linear:
-                module.__class__ = Fp8Linear
+        if products == "fp8" and type(module) is nn.Linear:
+            module.__class__ = Fp8Linear
     return model
 
 
@@ -136,15 +131,24 @@ def _require_exchangeable(name: str, p: Tensor) -> None:
         )
 
 
-class _Encoded(torch.autograd.Function):
+def _converted(x: Tensor, target: ScaledFormat | torch.dtype) -> Tensor:
+    """Return a tensor in a scaled format, or as a plain one; numbers are rounded once."""
+    if isinstance(target, ScaledFormat):
+        return encoded(x, target)
+    return x._collapsed(target) if is_scaled(x) else x.to(target)
+
+
+class _Conversion(torch.autograd.Function):
+    """A conversion whose gradient is converted back."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, format: ScaledFormat) -> Tensor:
-        ctx.dtype = x.dtype
-        return encoded(x, format)
+    def forward(ctx: Any, x: Tensor, target: ScaledFormat | torch.dtype) -> Tensor:
+        ctx.source = x.format.lead if is_scaled(x) else x.dtype
+        return _converted(x, target)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return plain_of(gradient, ctx.dtype), None
+        return _converted(gradient, ctx.source), None
 
 
 def _with_scale(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -152,33 +156,19 @@ def _with_scale(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     x, *others = inputs
     weight = module.weight
     if is_scaled(weight) and isinstance(x, Tensor):
-        x = x if is_scaled(x) else _Encoded.apply(x, weight.format.lead)
+        x = x if is_scaled(x) else _Conversion.apply(x, weight.format.lead)
     return (x, *others)
-
-
-class _Decoded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: ScaledTensor) -> Tensor:
-        ctx.format = x.format.lead
-        return x._collapsed(torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return encoded(gradient, ctx.format)
 
 
 def _with_plain(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
     """Convert inputs to float32 for a layer without rules."""
-    return tree_map_only(MCFTensor, lambda x: _Decoded.apply(x) if is_scaled(x) else x, inputs)
+    return tree_map_only(
+        MCFTensor, lambda x: _Conversion.apply(x, torch.float32) if is_scaled(x) else x, inputs
+    )
 
 
 def _scaled_again(format: ScaledFormat, module: nn.Module, inputs: Any, results: Any) -> Any:
-    return tree_map_only(Tensor, lambda x: _Encoded.apply(x, format), results)
-
-
-def plain_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor as a plain one, rounded once."""
-    return x._collapsed(dtype) if is_scaled(x) else x.to(dtype)
+    return tree_map_only(Tensor, lambda x: _Conversion.apply(x, format), results)
 
 
 class _ScalingRules:
@@ -189,7 +179,7 @@ class _ScalingRules:
     def convert(self, x: Tensor, format: ScaledFormat) -> Tensor:
         """Convert a tensor, placed by size; gradients of plain tensors pass through."""
         if torch.is_grad_enabled() and x.requires_grad and not is_scaled(x):
-            return _Encoded.apply(x, format)
+            return _Conversion.apply(x, format)
         return as_scaled(x, format)
 
     def convert_module(self, module: M, format: ScaledFormat, overrides: Any) -> M:
@@ -201,7 +191,7 @@ class _ScalingRules:
         for p in filter(is_scaled, list(module.parameters())):
             grad, plain = p.grad, p._collapsed(dtype or p.dtype)
             exchange(p, nn.Parameter(plain, requires_grad=p.requires_grad))
-            p.grad = None if grad is None else plain_of(grad, p.dtype)
+            p.grad = None if grad is None else _converted(grad, p.dtype)
 
 
 rule(torch.ops.mcftensor._as_plain.default)(lambda x, dtype: x._collapsed(dtype))

@@ -27,7 +27,7 @@ from mcftensor.scaling.exponents import (
     times_any_power,
     times_power,
 )
-from mcftensor.scaling.scaled import ScaledTensor, data_of, is_all, is_scaled, made_of
+from mcftensor.scaling.scaled import ScaledTensor, is_all, is_scaled, made_of
 from mcftensor.scaling.scaled_format import FP8, ScaledFormat, of_dtype
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -62,13 +62,9 @@ class Unrounded:
         """Return the same number with an exponent larger by an integer."""
         return replace(self, mantissa=times_power(self.mantissa, -by), exponent=self.exponent + by)
 
-    def to(self, device: torch.device) -> Unrounded:
-        """Return the same number on another device."""
-        if self.mantissa.device == device:
-            return self
-        exponent = self.exponent
-        exponent = exponent.to(device) if isinstance(exponent, Tensor) else exponent
-        return Unrounded(self.mantissa.to(device), exponent, self.placing, self.dtype)
+    def viewed(self, shape: Sequence[int]) -> Unrounded:
+        """Return the same number in another shape."""
+        return replace(self, mantissa=self.mantissa.view(shape))
 
     def plain(self) -> Tensor:
         """Return the numbers in float32, rounded once."""
@@ -185,7 +181,7 @@ def write_to(target: Tensor, x: Unrounded) -> Tensor:
             part.copy_(new)
         mantissa = times_power(mantissa, exponent - raised)
         exponent = raised
-    for part, new in zip(data_of(target), format.store(mantissa), strict=True):
+    for part, new in zip(target._held()[:-1], format.store(mantissa), strict=True):
         part.copy_(new)
     if isinstance(exponent, Tensor):
         target.exponent.copy_(exponent)

@@ -13,9 +13,9 @@ from mcftensor.dispatch.registry import TABLE
 from mcftensor.formats.moving import move_component
 from mcftensor.kernels.columns import on_device
 from mcftensor.operators.structure import move_elements
-from mcftensor.scaling.exponents import ANY
-from mcftensor.scaling.rule_table import aten, jointly, rule
-from mcftensor.scaling.scaled import ScaledTensor, data_of, each_made_of, is_all, is_scaled, made_of
+from mcftensor.scaling.exponents import ANY, times_any_power
+from mcftensor.scaling.rule_table import aten, homogeneous, rule
+from mcftensor.scaling.scaled import ScaledTensor, each_made_of, is_all, is_scaled, made_of
 from mcftensor.scaling.scaled_format import TOPS, ScaledFormat, of_dtype
 from mcftensor.scaling.scaled_numbers import (
     Unrounded,
@@ -76,8 +76,9 @@ def _to_copy(
     """
     dtype = dtype or x.dtype
     if device is not None and torch.device(device) != x.device:
-        parts = [part.to(device, non_blocking=non_blocking) for part in data_of(x)]
-        x = made_of(parts, x.exponent.to(device), x.format)
+        *data, s = x._held()
+        data = [part.to(device, non_blocking=non_blocking) for part in data]
+        x = made_of(data, s.to(device), x.format)
         if dtype == x.dtype:
             return x
     if dtype not in TOPS:
@@ -102,22 +103,19 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
             mine.copy_(theirs, non_blocking)
         return target
     if is_scaled(source):
-        return write_to(target, number(source).to(target.device))
+        return write_to(target, number(source.to(target.device)))
     new = encoded(source.to(target.device), target.format)
     return write_to(target, number(new.expand(target.shape)))
 
 
 def encoded(x: Tensor, format: ScaledFormat) -> ScaledTensor:
-    """Encode a plain tensor or an expansion: each number rounded once, placed by size."""
-    if isinstance(x, MCFTensor):
+    """Encode a tensor or an expansion: each number rounded once, placed by size."""
+    if isinstance(x, MCFTensor) and not is_scaled(x):
         x = x._collapsed()
     placed = by_size(x, format)
     if x.dtype != torch.float64:
         return placed
-    s = placed.exponent.to(torch.int64)
-    near = torch.where(
-        placed.exponent == ANY, 0.0, x * ((1023 - s).clamp(1, 2046) << 52).view(torch.float64)
-    )
+    near = times_any_power(x, -placed.exponent)
     return made_of(format.store(near), placed.exponent, format)
 
 
@@ -157,7 +155,7 @@ def _fill_(x: Tensor, value: Any) -> Tensor:
 
 @rule(aten.zero_)
 def _zero_(x: ScaledTensor) -> ScaledTensor:
-    for part in data_of(x):
+    for part in x._held()[:-1]:
         part.zero_()
     if is_all(x):
         x.exponent.fill_(ANY)
@@ -218,7 +216,11 @@ def _index_put_impl_(
     return write_to(x, _index_put(x, indices, values, accumulate))
 
 
-jointly(aten.scatter.src, aten.scatter_add.default, aten.index_add.default, aten.index_copy.default)
+homogeneous(
+    *(aten.scatter.src, aten.scatter_add, aten.index_add, aten.index_copy),
+    jointly=True,
+    keeps_tails=True,
+)
 
 
 @rule(aten.scatter.value, keeps_tails=True)
@@ -235,14 +237,8 @@ def _embedding(weight: Any, indices: Tensor, *unused: Any, **also: Any) -> Unrou
     return Unrounded(torch.embedding(picked.mantissa, indices), picked.exponent)
 
 
-@rule(aten.embedding_dense_backward)
-def _embedding_backward(
-    gradient: Any, indices: Tensor, count: int, padding: int, by: bool
-) -> Unrounded:
-    """Sum one row for each occurrence of a token; their number is not known beforehand."""
-    g = number(gradient)
-    summed = aten.embedding_dense_backward(g.mantissa, indices, count, padding, by)
-    return Unrounded(summed, g.exponent, "by size")
+# One row for each occurrence of a token is summed; their number is not known beforehand.
+homogeneous(aten.embedding_dense_backward, placing="by size")
 
 
 # ----------------------------------------------------------------------- comparisons and queries

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.scaling.exponents import half_log2
-from mcftensor.scaling.rule_table import aten, homogeneous, plain_operand, rule
+from mcftensor.scaling.rule_table import aten, homogeneous, rule
 from mcftensor.scaling.scaled_numbers import (
     Unrounded,
     lead,
@@ -55,9 +55,7 @@ def _convolution(x: Any, weight: Any, bias: Any, *how: Any) -> Unrounded:
     made = Unrounded(data, a.exponent + b.exponent).raised(half)
     if bias is None:
         return made
-    added = lead(bias)
-    shape = (-1, *(1 for _ in range(weight.dim() - 2)))
-    return sum_of(made, Unrounded(added.mantissa.view(shape), added.exponent))
+    return sum_of(made, lead(bias).viewed((-1, *(1 for _ in range(weight.dim() - 2)))))
 
 
 def _contracted(weight: Tensor, transposed: bool, groups: int) -> int:
@@ -150,22 +148,22 @@ homogeneous(
 )
 
 
-@rule(aten.var.correction, aten.std.correction, takes_operator=True)
-def _spread_of(func: Any, x: Any, dim: Dims = None, **how: Any) -> Unrounded:
-    a = number(x)
-    variance = aten.var.correction(a.mantissa, dim, **how)
-    if func is aten.std.correction:
-        return _of_reduction(Unrounded(variance.sqrt(), a.exponent))
-    return _of_reduction(Unrounded(variance, a.exponent * 2))
-
-
-@rule(aten.var_mean.correction, aten.std_mean.correction, takes_operator=True)
-def _spread_and_mean(
+@rule(
+    *(aten.var.correction, aten.std.correction),
+    *(aten.var_mean.correction, aten.std_mean.correction),
+    takes_operator=True,
+)
+def _spread_of(
     func: Any, x: Any, dim: Dims = None, *, keepdim: bool = False, **how: Any
-) -> tuple[Unrounded, Unrounded]:
-    spread = aten.var if func.overloadpacket is aten.var_mean else aten.std
-    mean = _sum(aten.mean.dim, x, dim or list(range(x.dim())), keepdim)
-    return _spread_of(spread.correction, x, dim, keepdim=keepdim, **how), mean
+) -> Unrounded | tuple[Unrounded, Unrounded]:
+    a, name = number(x), func.overloadpacket.__name__
+    made, degree = aten.var.correction(a.mantissa, dim, keepdim=keepdim, **how), 2
+    if name.startswith("std"):
+        made, degree = made.sqrt(), 1
+    spread = _of_reduction(Unrounded(made, a.exponent * degree))
+    if not name.endswith("mean"):
+        return spread
+    return spread, _sum(aten.mean.dim, x, dim or list(range(x.dim())), keepdim)
 
 
 @rule(aten.norm.ScalarOpt_dim, aten.norm.Scalar)
@@ -185,8 +183,5 @@ def _vector_norm(
     return _of_reduction(Unrounded(norm, exponent), dtype or default)
 
 
-@rule(aten.logsumexp)
-def _logsumexp(x: Any, dim: Dims, keepdim: bool = False) -> Unrounded:
-    """Compute in float32, at a scale near 1 like log softmax."""
-    made = aten.logsumexp(plain_operand(x), dim, keepdim)
-    return Unrounded(made, 0, "to fit")
+# At a scale near 1, like log softmax.
+homogeneous(aten.logsumexp, degree=None, placing="to fit")

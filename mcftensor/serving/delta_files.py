@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading
 from mcftensor.checkpoint.safetensors_files import (
     DELTA_KEY,
+    DTYPE_OF,
     DTYPES,
     KEY,
     RESERVED,
@@ -144,9 +145,6 @@ def write_delta(
     return Delta(file.getvalue(), number, is_anchor, changed, elements)
 
 
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-
-
 def _parsed(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, DeltaEntry]]:
     """The tensors and entries of a file, whose digests are checked."""
     with reading(Path(where)):
@@ -159,7 +157,7 @@ def _parsed(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, Delta
         tensors: dict[str, Tensor] = {}
         for name, said in head.items():
             start, stop = (8 + length + x for x in said["data_offsets"])
-            dtype = _DTYPES[said["dtype"]]
+            dtype = DTYPE_OF[said["dtype"]]
             content = bytearray(data[start:stop])
             x = (
                 torch.frombuffer(content, dtype=dtype)

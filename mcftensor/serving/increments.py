@@ -21,6 +21,7 @@ from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.checkpoint.open_checkpoint import like_in, opened
 from mcftensor.checkpoint.safetensors_files import (
     DELTA_KEY,
+    DTYPE_OF,
     DTYPES,
     Lazy,
     Stored,
@@ -37,9 +38,6 @@ from mcftensor.serving.changes import (
     mark_changes,
 )
 from mcftensor.serving.delta_files import DeltaEntry
-
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-
 
 # ---------------------------------------------------------------------------------------- saved
 
@@ -167,7 +165,7 @@ def put_together(path: Path, stored: Stored, verify: bool, above: tuple[Path, ..
 
     def like(name: str) -> Tensor:
         entry = entries[name]
-        return torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device="meta")
+        return torch.empty(entry.shape, dtype=DTYPE_OF[entry.dtype], device="meta")
 
     return replace(stored, terms=Lazy(entries, read, like), tied=said["tied"])
 

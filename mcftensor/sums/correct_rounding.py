@@ -98,11 +98,7 @@ def sum_as_float(accumulator: Sequence[int]) -> float:
     special = _special_as_float(accumulator)
     if special is not None:
         return special
-    whole = _whole(accumulator)
-    try:
-        return whole / (1 << _FRACTION)
-    except OverflowError:
-        return math.inf if whole > 0 else -math.inf
+    return _as_float(_whole(accumulator), _FRACTION)
 
 
 def norm_as_float(accumulator: Sequence[int]) -> float:
@@ -113,7 +109,15 @@ def norm_as_float(accumulator: Sequence[int]) -> float:
     square = _whole(accumulator) << 2 * _GUARD
     root = math.isqrt(square)
     root |= root * root != square  # a root that is not exact does not lie on a tie
-    return root / (1 << (_FRACTION // 2 + _GUARD))
+    return _as_float(root, _FRACTION // 2 + _GUARD)
+
+
+def _as_float(x: int, places: int) -> float:
+    """Return x / 2^places, rounded once."""
+    try:
+        return x / (1 << places)
+    except OverflowError:
+        return math.inf if x > 0 else -math.inf
 
 
 def _whole(accumulator: Sequence[int]) -> int:

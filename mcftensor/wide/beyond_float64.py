@@ -40,6 +40,12 @@ aten = torch.ops.aten
 # ---------------------------------------------------------------------------------- reductions
 
 
+def _dims_of(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
+    """Return the dimensions along which an operator reduces."""
+    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    return sorted({d % x.dim() for d in dims}) if x.dim() else []
+
+
 def _reduce(
     combine: Callable[[Tensor, Tensor], Tensor],
     neutral: float,
@@ -48,8 +54,7 @@ def _reduce(
     keepdim: bool = False,
 ) -> Tensor:
     """Return the pairwise combination of all elements along dimensions."""
-    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    reduced = sorted(d % max(x.dim(), 1) for d in dims) if x.dim() else []
+    reduced = _dims_of(x, dim)
     kept = [d for d in range(x.dim()) if d not in reduced]
     shape = [x.shape[d] for d in kept]
     row = x.permute(kept + reduced).reshape([*shape, math.prod(x.shape[d] for d in reduced)])
@@ -95,8 +100,7 @@ def _moments(
     keepdim: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return a function of the deviations from the mean and of their count, and the mean."""
-    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    places = sorted({d % x.dim() for d in dims}) if x.dim() else []
+    places = _dims_of(x, dim)
     if any(x.shape[d] == 0 for d in places):
         nothing = _sum(x, places, keepdim) + math.nan
         return nothing, nothing.clone()

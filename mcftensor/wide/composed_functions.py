@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mcftensor.dispatch.operands import expansions, stored_in
+from mcftensor.dispatch.operands import expansions
 from mcftensor.dispatch.system import WIDE
 from mcftensor.dispatch.torch_functions import OF_TORCH_2_13
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import exact_constants as exact
-from mcftensor.wide.elementary import constant_in, like
+from mcftensor.wide.elementary import constant_in, like, nearest_value
 
 
 def _quantile(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,8 +25,7 @@ def _quantile(func: Callable[..., Any]) -> Callable[..., Any]:
 
     def of_values(x: Tensor, q: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, MCFTensor) and not isinstance(q, MCFTensor):
-            format = x.format.nearest
-            q = MCFTensor.of(stored_in(q, format, x.device), format)
+            q = nearest_value(q, x.format.nearest, x.device)
         return func(x, q, *args, **kwargs)
 
     return of_values

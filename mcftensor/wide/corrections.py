@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.operands import expansions, leaves, mapped, named_arguments, stored_in
+from mcftensor.dispatch.operands import expansions, leaves, mapped, named_arguments
 from mcftensor.dispatch.rounded_arguments import WidenedArguments, are_rests, places_of_rests
 from mcftensor.dispatch.system import WIDE, evaluated
 from mcftensor.formats import Format
@@ -27,6 +27,7 @@ from mcftensor.kernels.without_float64 import widest
 from mcftensor.passes.format_conversion import rest_of
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide.beyond_float64 import by_algorithm
+from mcftensor.wide.elementary import nearest_value
 
 aten = torch.ops.aten
 
@@ -148,7 +149,7 @@ def in_longer_format(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     format = longer_format((args, kwargs))
 
     def enter(x: Any) -> Any:
-        return MCFTensor.of(stored_in(x, format, x.device), format) if _is_float(x) else x
+        return nearest_value(x, format) if _is_float(x) else x
 
     return func(*mapped(enter, args), **mapped(enter, kwargs))
 

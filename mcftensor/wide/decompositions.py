@@ -92,7 +92,6 @@ ALGORITHMS = _by_name(
     aten.smooth_l1_loss.default,
     aten.huber_loss.default,
     aten.binary_cross_entropy.default,
-    aten.binary_cross_entropy_backward.default,
     aten.nll_loss_forward.default,
     aten.nll_loss_backward.default,
     aten.nll_loss2d_forward.default,
@@ -102,7 +101,6 @@ ALGORITHMS = _by_name(
     aten.native_dropout_backward.default,
     aten.sigmoid_backward.default,
     aten.silu_backward.default,
-    aten.mish_backward.default,
     aten.softplus.default,
     aten.softplus_backward.default,
     aten.tanh_backward.default,
@@ -189,6 +187,10 @@ def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
         return x * torch.special.ndtr(x)
     root = like(x, lambda bits: exact.sqrt(8 / exact.pi(bits), bits))
     return x * torch.sigmoid(root * x * (1 + like(x, Fraction("0.044715")) * x * x))
+
+
+def _mish(x: Tensor) -> Tensor:
+    return x * torch.tanh(-F.logsigmoid(-x))  # PyTorch's softplus is x from 20 on
 
 
 # -------------------------------------------------------------------------- gradients of norms
@@ -291,6 +293,7 @@ def _col2im(x: Tensor, *args: Any) -> Tensor:
 
 ALGORITHMS |= {
     "gelu_backward": gradient_of(_gelu),  # of F.gelu
+    "mish_backward": gradient_of(_mish),  # of F.mish
     "mse_loss_backward": gradient_of(aten.mse_loss.default),  # gradients of F.mse_loss
     "smooth_l1_loss_backward": gradient_of(aten.smooth_l1_loss.default),  # of F.smooth_l1_loss
     "huber_loss_backward": gradient_of(aten.huber_loss.default),  # of F.huber_loss

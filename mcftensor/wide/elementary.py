@@ -12,6 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +49,11 @@ def _pow(x: Any, exponent: Any) -> Tensor:
     return by_formula("pow", x, exponent)
 
 
+def nearest_value(x: Any, format: Format, device: torch.device | None = None) -> MCFTensor:
+    """Return an operand as a value of a format on its device, or another, rounded to nearest."""
+    return MCFTensor.of(stored_in(x, format, x.device if device is None else device), format)
+
+
 def in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of values that is evaluated with one more term and rounded once."""
 
@@ -58,9 +64,7 @@ def in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
         longer = format.guarded  # type: ignore[attr-defined]
 
         def lengthened(x: Any) -> Any:
-            if not isinstance(x, MCFTensor):
-                return x
-            return MCFTensor.of(stored_in(x, longer, x.device), longer)
+            return nearest_value(x, longer) if isinstance(x, MCFTensor) else x
 
         result = function(*mapped(lengthened, args), **mapped(lengthened, kwargs))
         if isinstance(result, tuple):  # PyTorch's decompositions give tuples with names
@@ -182,12 +186,23 @@ def _times_logarithm(logarithm: Callable[[Tensor], Tensor]) -> Callable[..., Ten
     @in_longer
     def product(x: Any, y: Any) -> Tensor:
         first = expansions((x, y))[0]
-        a, b = (
-            MCFTensor.of(stored_in(z, first._format, first.device), first._format) for z in (x, y)
-        )
+        a, b = (nearest_value(z, first._format, first.device) for z in (x, y))
         return torch.where((a == 0) & ~torch.isnan(b), torch.zeros_like(b * a), a * logarithm(b))
 
     return product
+
+
+_LEAST_VARIANCE = float(np.float32(1e-12))
+"""PyTorch's lower limit of x (1 - x) in the gradient of `binary_cross_entropy`."""
+
+
+@in_longer
+def _binary_cross_entropy_backward(
+    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = 1
+) -> Tensor:
+    slope = (x - y) / (x * (1 - x)).clamp(min=_LEAST_VARIANCE)
+    slope = slope if weight is None else slope * weight
+    return grad * slope / (x.numel() if reduction == 1 else 1)
 
 
 _FIRST_STEPS = 6
@@ -207,7 +222,7 @@ def _erfinv(x: Tensor) -> Tensor:
         scaled = torch.special.erfcx(y)
         y = y + (torch.log(scaled) - y * y - torch.log(tail)) * scaled * (math.sqrt(math.pi) / 2)
     y = torch.where(small < 0.5, torch.erfinv(small), y)
-    found: Tensor = MCFTensor.of(stored_in(y, format, x.device), format)
+    found: Tensor = nearest_value(y, format)
     half_root = like(x, lambda bits: exact.sqrt(exact.pi(bits), bits) / 2)
     right = BASES[x.dtype].precision - 8
     while right < format.precision:
@@ -260,6 +275,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "sinc": in_longer(special_functions.sinc),  # torch.sinc
     "special_spherical_bessel_j0": _spherical_bessel_j0,  # torch.special.spherical_bessel_j0
     "erfinv": _erfinv,  # torch.erfinv
+    "binary_cross_entropy_backward": _binary_cross_entropy_backward,  # its gradients
     "xlogy": _times_logarithm(torch.log),  # torch.xlogy
     "special_xlog1py": _times_logarithm(torch.log1p),  # torch.special.xlog1py
     "deg2rad": _degrees_to_radians,  # torch.deg2rad

@@ -45,12 +45,7 @@ def _nearest(x: Fraction, precision: int) -> Fraction:
 def log2_of(x: Constant) -> float:
     """log2 of a magnitude of any range, to a few digits."""
     x = Fraction(x)
-    return _log2_of(abs(x.numerator)) - _log2_of(x.denominator) if x else -math.inf
-
-
-def _log2_of(n: int) -> float:
-    shift = max(n.bit_length() - 64, 0)
-    return math.log2(n >> shift) + shift
+    return math.log2(abs(x.numerator)) - math.log2(x.denominator) if x else -math.inf
 
 
 def _fixed(x: Fraction, bits: int) -> int:
@@ -186,26 +181,11 @@ def bernoulli(k: int) -> Fraction:
 
 
 @functools.lru_cache(maxsize=512)
-def zeta(s: int, bits: int) -> Fraction:
-    """The Riemann zeta function at an integer s above 1.
-
-    Source: P. Borwein, "An efficient algorithm for the Riemann zeta function", Canadian
-    Mathematical Society Conference Proceedings 27, 2000, algorithm 2.
-    """
-    one = bits + _GUARD
-    weights = _weights(math.ceil(one / 2.5))
-    last = weights[-1]
-    total = 0
-    for k, weight in enumerate(weights[:-1]):
-        total += (-1) ** k * ((weight - last) << one) // (k + 1) ** s
-    return Fraction(-total * 2 ** (s - 1), last * (2 ** (s - 1) - 1) << one)
-
-
-@functools.lru_cache(maxsize=512)
 def hurwitz(s: int, x: Fraction, bits: int) -> Fraction:
     """The Hurwitz zeta function at an integer s above 1 and x from 1 to 2; at s = 1, -digamma(x).
 
-    At x = 1 too it is Euler's constant. The Euler-Maclaurin formula sums the later terms.
+    At x = 1 it is the Riemann zeta function, or Euler's constant. The Euler-Maclaurin formula sums
+    the later terms.
     """
     count, one = bits // 4 + s, bits + _GUARD
     total = sum(
@@ -214,12 +194,15 @@ def hurwitz(s: int, x: Fraction, bits: int) -> Fraction:
     )
     w = _nearest(x + count, one)
     rest = 1 / w ** (s - 1) / (s - 1) if s > 1 else -log(w, one)
-    rest += 1 / w**s / 2
+    total += _fixed(rest + 1 / w**s / 2, one)
     part = s / w ** (s + 1)
     for k in range(1, count // 2):
-        rest += bernoulli(k) / math.factorial(2 * k) * part
+        term = _fixed(bernoulli(k) / math.factorial(2 * k) * part, one)
+        if term in (0, -1):
+            break
+        total += term
         part = _nearest(part * (s + 2 * k - 1) * (s + 2 * k) / w**2, one)
-    return _nearest(Fraction(total, 1 << one) + rest, one)
+    return Fraction(total, 1 << one)
 
 
 @functools.lru_cache(maxsize=4)
@@ -230,14 +213,3 @@ def root_of_digamma(bits: int) -> Fraction:
         right = min(2 * right - 4, bits + 4)
         x = _nearest(x + hurwitz(1, x, right) / hurwitz(2, x, right), right)
     return x
-
-
-@functools.lru_cache(maxsize=4)
-def _weights(n: int) -> tuple[int, ...]:
-    total, found = Fraction(0), []
-    term = Fraction(1, n)  # (n + i - 1)! 4^i / ((n - i)! (2 i)!)
-    for i in range(n + 1):
-        total += term
-        found.append(int(n * total))
-        term = term * (n + i) * 4 * (n - i) / ((2 * i + 1) * (2 * i + 2))
-    return tuple(found)

@@ -23,14 +23,13 @@ from mcftensor.dispatch.derivatives import (
     functions,
     given_by_name,
 )
-from mcftensor.dispatch.operands import stored_in
 from mcftensor.formats import Format, named
 from mcftensor.kernels.columns import is_wrapped
 from mcftensor.operators.own_functions import by_formula
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import beyond_float64
 from mcftensor.wide import exact_constants as exact
-from mcftensor.wide.elementary import constant_in, in_longer, like
+from mcftensor.wide.elementary import constant_in, in_longer, like, nearest_value
 
 
 @in_longer
@@ -204,7 +203,7 @@ def _entered(x: Any, format: Format, device: torch.device) -> Tensor:
     is_followed = isinstance(x, Tensor) and (x.requires_grad or is_wrapped(x))
     if isinstance(x, MCFTensor) or is_followed:
         return x
-    return MCFTensor.of(stored_in(x, format.nearest, device), format.nearest)
+    return nearest_value(x, format.nearest, device)
 
 
 def _lerp(format: Format, x: Tensor, end: Tensor, weight: Any) -> Tensor:

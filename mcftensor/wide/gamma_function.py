@@ -107,8 +107,7 @@ def _reflected(x: Guarded) -> tuple[Guarded, Tensor, Guarded, Tensor]:
 def _at_one(k: int, base: Base, terms: int) -> list[Fraction]:
     """The coefficient of z^(k + 1) in lgamma(1 + z)."""
     bits = (terms + 1) * base.precision + 32
-    number = exact.zeta(k + 1, bits) if k else exact.hurwitz(1, Fraction(1), bits)
-    return [number * (-1) ** (k + 1) / (k + 1)]
+    return [exact.hurwitz(k + 1, Fraction(1), bits) * (-1) ** (k + 1) / (k + 1)]
 
 
 def _logarithm(x: Guarded, y: Guarded, is_small: Tensor) -> Guarded:

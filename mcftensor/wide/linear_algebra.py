@@ -22,19 +22,18 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.dispatch.operands import plainly, stored_in, value_of
+from mcftensor.dispatch.operands import plainly, value_of
 from mcftensor.formats import Format
 from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor import MCFTensor
-from mcftensor.wide.elementary import in_longer
+from mcftensor.wide.elementary import in_longer, nearest_value
 
 _MOST_STEPS = 100
 """The most steps of a refinement; each gains at least two bits."""
 
 
 def _wide(x: Tensor, format: Format) -> MCFTensor:
-    doubled = format.doubled_in(_machine_of(x))  # type: ignore[attr-defined]
-    return MCFTensor.of(stored_in(x, doubled, x.device), doubled)
+    return nearest_value(x, format.doubled_in(_machine_of(x)))  # type: ignore[attr-defined]
 
 
 def _machine_of(x: Tensor) -> torch.dtype:
@@ -147,7 +146,7 @@ def _approximate_inverse(name: str, a: MCFTensor, bits: int) -> Tensor:
 
 
 def _wide_like(x: Tensor, a: MCFTensor) -> MCFTensor:
-    return MCFTensor.of(stored_in(x, a._format, a.device), a._format)
+    return nearest_value(x, a._format)
 
 
 def _solved(name: str, a: MCFTensor, b: Tensor, bits: int) -> Tensor:
@@ -249,18 +248,12 @@ def lu_solve(
         return found
     if not left:
         return lu_solve(factors, pivots, b.mT, adjoint=not adjoint).mT
-    size = factors.shape[-1]
-    order = _order_of(pivots, size)
+    order = _order_of(pivots, factors.shape[-1]).unsqueeze(-1)
     if adjoint:
         x = solve_triangular(factors.mT, b, upper=False)
         x = solve_triangular(factors.mT, x, upper=True, unitriangular=True)
-        at = order.argsort(-1)
-    else:
-        at = order
-        x = b
-    x = x.gather(-2, at.unsqueeze(-1).expand(*at.shape, x.shape[-1]))
-    if adjoint:
-        return x
+        return torch.take_along_dim(x, order.argsort(-2), -2)
+    x = torch.take_along_dim(b, order, -2)
     x = solve_triangular(factors, x, upper=False, unitriangular=True)
     return solve_triangular(factors, x, upper=True)
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from machine_code import gpus, processors, x86
+from machine_code import cpus, gpus, processors
 from machine_code.kernels import WORK, Kernel, kernels
 from mcftensor.kernels import cpu
 
@@ -68,7 +68,7 @@ def test_work_of_several_programs_is_not_timed(monkeypatch):
     ],
 )
 def test_kinds_of_instructions(line, kinds):
-    assert x86._kinds(line) == kinds
+    assert cpus._kinds(line) == kinds
 
 
 def test_the_loop_that_is_counted():
@@ -85,17 +85,17 @@ def test_the_loop_that_is_counted():
 	jle	.L3
 	jmp	.L1
 """.splitlines()
-    names = [line.split("\t")[0] for line in x86._largest_loop(text)]
+    names = [line.split("\t")[0] for line in cpus._largest_loop(text, cpus.X86)]
     assert names == ["vmulps", "vmulps", "jne"]
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", x86.SETS)
+@pytest.mark.parametrize("name", cpus.SETS)
 def test_a_loop_has_the_operations_of_its_program(name, known, tmp_path):
     """Divisions, roots and rounded sums, as many as in the program: neither fewer nor doubled."""
     program = known["AdamW plus"].program
-    loop = x86.loop_of(program, name, tmp_path)
-    lanes = x86.SETS[name][1] // 4
+    loop = cpus.loop_of(program, cpus.SETS[name], tmp_path)
+    lanes = cpus.SETS[name].width // 4
     recorded = [x.name for x in program.instructions]
     for kind, operation in (("divide", "div"), ("root", "sqrt")):
         assert loop.counts[kind] * lanes == recorded.count(operation)

@@ -1,5 +1,6 @@
 """Stochastic rounding of the last term: without error in the mean, and from torch's generator."""
 
+import contextlib
 import copy
 import io
 import math
@@ -16,7 +17,7 @@ import mcftensor as mcf
 from common.oracle import BASES, integers, is_normalized, round_fraction, scale_of, total
 from common.probes import Strategy, displacement
 from mcftensor.arithmetic import noise
-from mcftensor.arithmetic.rounding import move
+from mcftensor.arithmetic.rounding import move, split_by_noise
 from mcftensor.kernels import eager
 from mcftensor.kernels.eager import indices
 from mcftensor.passes.expressions import evaluate
@@ -156,6 +157,72 @@ def test_a_move_goes_to_the_neighbour_with_the_probability_of_the_remainder(
         assert set(ends) == {here}
 
 
+bfloat16s = st.integers(-(2**15), 2**15 - 1).map(
+    lambda bits: torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16).item()
+)
+
+
+@given(leading=bfloat16s, rest=st.floats(-2.0, 2.0, width=32), fraction=st.integers(-20, 0))
+def test_two_float32_levels_are_right_in_the_mean_over_all_noise(leading, rest, fraction):
+    if not 2.0**-60 < abs(leading) < 2.0**100:
+        return
+    levels = [torch.tensor(leading), torch.tensor(rest * leading * 2.0**fraction)]
+    every = Given(torch.arange(1 << 16, dtype=torch.float64) / (1 << 16))
+    first, last = split_by_noise(levels[0] + levels[1], levels, every)
+    assert is_normalized([first, last])
+    mean = (exact_sum(first) + exact_sum(last)) / (1 << 16)
+    exact = exact_sum(torch.stack(levels))
+    ends = {a + b for a, b in set(zip(first.tolist(), last.tolist(), strict=True))}
+    assert len(ends) <= 2
+    assert abs(mean - exact) <= last.float().abs().max().item() * 2.0**-23
+
+
+def test_a_step_keeps_in_the_mean_what_float32_loses():
+    """A weight near 1, with a unit of 2^-16, moves by 2^-30."""
+    count, start = 1 << 20, 1 + 3 * 2.0**-10
+    p = nn.Parameter(mcf.as_expansion(torch.full((count,), start), bf16x2sr))
+    p.grad = -torch.ones(count, dtype=torch.bfloat16)
+    torch.optim.SGD([p], lr=2.0**-30, fused=True).step()
+    moved = mcf.as_plain(p.detach(), torch.float64) - start
+    assert set(moved.tolist()) == {0.0, 2.0**-16}
+    expected = count * 2.0**-14
+    assert abs(moved.count_nonzero() - expected) < 4 * expected**0.5
+
+
+def test_a_fused_step_of_adamw_is_right_in_the_mean():
+    count, start, gradient, lr, decay = 1 << 17, 0.3, 0.77, 1e-3, 0.1
+    p = nn.Parameter(many(bf16x2sr, Fraction(start), count=count))
+    optimizer = torch.optim.AdamW([p], lr=lr, weight_decay=decay, fused=True)
+    mcf.collage(optimizer, "plus")
+    begin = float(value(p.detach()[0]))
+    p.grad = torch.full((count,), gradient, dtype=torch.bfloat16)
+    g = p.grad[0].item()
+    optimizer.step()
+    change = -lr * g / (g + 1e-8) - lr * decay * begin
+    second = (1 - 0.999) * g * g
+    made = [mcf.as_plain(x.detach(), torch.float64) for x in (p, optimizer.state[p]["exp_avg_sq"])]
+    for numbers, exact, error in zip(
+        made, (begin + change, second), (2.0**-22 * abs(change), 2.0**-23 * second), strict=True
+    ):
+        assert len(set(numbers.tolist())) == 2
+        deviation = numbers.std().item() / count**0.5
+        assert abs(numbers.mean().item() - exact) < 4 * deviation + error
+    assert torch.corrcoef(torch.stack(made))[0, 1].abs() < 4 / count**0.5  # of one hash
+
+
+def test_a_fused_step_needs_no_float64():
+    p, q = (nn.Parameter(sample(bf16x2sr, 5000)) for _ in range(2))
+    gradient = torch.randn(5000).bfloat16()
+    for x, context in ((p, contextlib.nullcontext()), (q, mcf.without_float64())):
+        torch.manual_seed(5)
+        optimizer = mcf.collage(torch.optim.AdamW([x], lr=1e-3, fused=True), "full")
+        with context:
+            for sign in (1, -1, 1):
+                x.grad = sign * gradient
+                optimizer.step()
+    assert_same_terms(p.detach(), q.detach())
+
+
 @pytest.mark.parametrize("path", [pytest.param("foreach", marks=pytest.mark.slow), "fused"])
 def test_small_updates_of_ones_survive(path):
     """At lr 1e-5 two terms rounded to nearest lose a fifth of the way of weights near 1."""
@@ -217,22 +284,70 @@ def test_exact_results_stay_exact():
     assert_same_terms(x * 2 / 2, x)
 
 
-@pytest.mark.with_float64("the numbers are given in float64")
-def test_the_numbers_are_those_of_splitmix64():
-    def splitmix(seed, count):
-        mask, results = 2**64 - 1, []
-        for i in range(1, count + 1):
-            z = (seed + i * 0x9E3779B97F4A7C15) & mask
-            z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-            z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-            results.append(((z ^ (z >> 31)) >> 11) / 2**53)
-        return results
+def hashed(key, index, stream):
+    """The 32 bits of an element, in Python's integers."""
+    mask = 2**32 - 1
+    key += stream % 2 * 0x9E3779B97F4A7C15
+    z = (index + key) & mask
+    z = (z ^ (z >> 17)) * (((key >> 31) ^ 0xED5AD4BB) | 1) & mask
+    z = (z ^ (z >> 11)) * 0xAC4C1B51 & mask
+    z = (z ^ (z >> 15)) * 0x31848BAB & mask
+    z ^= z >> 14
+    return (z ^ z << 16) & mask if stream > 1 else z
 
-    for seed in (0, 1, 2**62 + 12345):
-        found = noise.Random(torch.tensor(seed), indices(torch.empty(3, 4)), 0).uniform()
-        assert found.flatten().tolist() == splitmix(seed, 12)
-        later = noise.Random(torch.tensor(seed), torch.arange(7, 12), 0).uniform()
-        assert later.tolist() == splitmix(seed, 12)[7:]
+
+@pytest.mark.with_float64("the numbers are given in float64")
+def test_the_numbers_are_those_of_the_formula():
+    index = [0, 1, 2, 77, 2**31, 2**32 - 1, 2**32, 2**40 + 5]
+    for key in (0, 1, 2**31, 2**62 + 12345, 2**63 - 2):
+        for stream in range(4):
+            wanted = [hashed(key, i, stream) for i in index]
+            found = noise.Random(torch.tensor(key), torch.tensor(index), stream)
+            assert found.uniform().tolist() == [z / 2**32 for z in wanted]
+            for count in (1, 8, 16, 20, 31):
+                assert found.bits(count).tolist() == [z >> (32 - count) for z in wanted]
+    grid = noise.Random(torch.tensor(5), indices(torch.empty(3, 4)))
+    assert grid.bits(16).flatten().tolist() == [hashed(5, i, 0) >> 16 for i in range(12)]
+
+
+def relation(x, y):
+    """How far 256 x 256 counts of pairs of bytes are from equal ones, in standard deviations."""
+    counts = np.bincount((x * 256 + y).numpy(), minlength=1 << 16)
+    expected = len(x) / (1 << 16)
+    return (((counts - expected) ** 2 / expected).sum() - 65535) / (2 * 65535) ** 0.5
+
+
+def test_places_halves_and_keys_are_unrelated():
+    n = 1 << 20
+    for key in (0, 2**40 + 17, 0x1234567887654321):
+        moved = (key + 7) % 2**32 + (key >> 32 ^ 0x5A5A5A5) * 2**32
+        x, other_half, other_hash = (
+            noise.Random(torch.tensor(key), torch.arange(n), stream).bits(16)
+            for stream in (0, 2, 1)
+        )
+        next_key, same_places = (
+            noise.Random(torch.tensor(k), torch.arange(n)).bits(16) for k in (key + 1, moved)
+        )
+        pairs = {
+            "both bytes": (x >> 8, x & 255),
+            "same places": (x[7:] >> 8, same_places[:-7] >> 8),
+        }
+        for name, y in (
+            *(("half", other_half), ("hash", other_hash), ("key", next_key)),
+            *((f"{lag} places", x.roll(lag)) for lag in (1, 2, 3, 64, 1000, 1 << 16)),
+        ):
+            pairs[f"first bytes, other {name}"] = x >> 8, y >> 8
+            pairs[f"last bytes, other {name}"] = x & 255, y & 255
+        assert {k: z for k, (x, y) in pairs.items() if abs(z := relation(x, y)) > 5} == {}
+
+
+def test_one_place_is_unrelated_from_step_to_step():
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(2**63 - 1, (1 << 20,), generator=generator)
+    x, neighbour = (noise.Random(keys, torch.tensor(i)).bits(16) for i in (12345, 12346))
+    assert abs(relation(x >> 8, x & 255)) < 5
+    assert abs(relation(x >> 8, x.roll(1) >> 8)) < 5
+    assert abs(relation(x >> 8, neighbour >> 8)) < 5
 
 
 @pytest.mark.with_float64("the numbers are given in float64")

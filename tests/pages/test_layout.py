@@ -18,7 +18,7 @@ FOLDERS = sorted(x.parent for x in PACKAGE.glob("*/**/__init__.py"))
 
 BUDGETS = {
     "arithmetic": 2050,
-    "bridge": 1300,
+    "bridge": 1285,
     "checkpoint": 2880,
     "dispatch": 4400,
     "formats": 1950,
@@ -28,13 +28,13 @@ BUDGETS = {
     "passes": 2350,
     "patches": 1990,
     "reproducible": 3100,
-    "scaling": 2765,
+    "scaling": 2674,
     "serving": 1110,
     "sums": 400,
     "tensor": 3300,
     "tools": 1990,
     "training": 2980,
-    "wide": 5350,
+    "wide": 5320,
 }
 """Lines of a folder. Whoever exceeds one makes another part shorter, or says why in a commit."""
 
@@ -59,7 +59,7 @@ SHARED = {
     "mul": _ALIKE,
     "div": _ALIKE,
     "two_prod": _ALIKE,
-    **dict.fromkeys(("atan", "exp", "log", "zeta"), _AS_CONSTANT),
+    **dict.fromkeys(("atan", "exp", "log"), _AS_CONSTANT),
     **dict.fromkeys(
         ("gelu", "digamma", "ndtr", "softplus", "tanhshrink"),
         "one function, of terms and of float64",

@@ -307,6 +307,12 @@ def test_on_the_host(dtype):
         assert numbers == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
 
 
+def test_on_the_host_beyond_the_largest_float():
+    x = torch.full((4,), torch.finfo(torch.float64).max, dtype=torch.float64)
+    assert (sum_as_float(row_of(x)), sum_as_float(row_of(-x))) == (math.inf, -math.inf)
+    assert norm_as_float(row_of(x, squares=True)) == math.inf
+
+
 def row_of(x, squares=False):
     return accumulate_all([x], squares=squares).tolist()
 

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mcftensor as mcf
 from mcftensor.scaling import exponents
-from support.scales import BITS, assert_near, at, exact, floor_log2, half, normal
+from support.scales import BITS, FORMATS, assert_near, at, exact, floor_log2, half, normal
 
 EXPONENTS = st.integers(-100, 100)
 SIZES = st.integers(1, 40)
@@ -199,7 +199,24 @@ def test_activations_keep_the_scale(name, s):
     assert_near(made, expected, FLOAT32 * plain(x).abs())
 
 
-TAILS = {"erfc": lambda x: torch.special.erfc(-x), "gelu": F.gelu}
+LIMITED = {"hardtanh": F.hardtanh, "relu6": F.relu6, "elu": F.elu, "selu": F.selu}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+@FEW
+@given(s=st.integers(-100, 10))
+def test_activations_with_limits_keep_small_numbers(name, s):
+    x = normal(50, exponent=s)
+    expected = LIMITED[name](plain(x))
+    largest = plain(x).abs().max().item()
+    assert_near(LIMITED[name](x), expected, FLOAT32 * expected.abs() + 2.0**-24 * largest)
+
+
+TAILS = {
+    "erfc": lambda x: torch.special.erfc(-x),
+    "gelu": F.gelu,
+    "ndtr": torch.special.ndtr,
+}
 
 
 @pytest.mark.parametrize("name", TAILS)
@@ -216,6 +233,44 @@ def test_tails_of_the_normal_distribution(name, dtype):
             torch.autograd.grad(y.sum(), z) for y, z in ((made, x), (expected, wide))
         )
         torch.testing.assert_close(plain(found), right, rtol=16 * bound, atol=0)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+@FEW
+@given(s=EXPONENTS | st.integers(-4, 2))
+def test_the_normal_distribution(format, s):
+    x = mcf.as_expansion(plain(normal(50, exponent=s, seed=s + 100)), format).requires_grad_()
+    wide = plain(x).requires_grad_()
+    made, expected = torch.special.ndtr(x), torch.special.erfc(wide * -(0.5**0.5)) / 2
+    (found,), (right,) = (torch.autograd.grad(y.sum(), z) for y, z in ((made, x), (expected, wide)))
+    # float32 has the exponential of a square, and fewer bits of numbers below 2^-126
+    slack = FLOAT32 * (1 + plain(x) ** 2)
+    for result, number in ((made, expected.detach()), (found, right)):
+        assert_near(result, number, slack.clamp(max=1.0) * number.abs() + 2.0**-140)
+
+
+def test_the_normal_distribution_into_another_tensor():
+    x = normal(5, exponent=1)
+    expected = torch.special.ndtr(x)
+    scaled, plainly = torch.zeros_like(x), torch.zeros(5, dtype=torch.float64)
+    for out in (scaled, plainly):
+        assert torch.special.ndtr(x, out=out) is out
+        assert torch.equal(exact(out), exact(expected))
+    with pytest.raises(ValueError, match="cannot be resized"):
+        torch.special.ndtr(x, out=torch.zeros_like(x[:1]))
+
+
+def scripted(x):
+    return torch.special.ndtr(x)
+
+
+def test_the_normal_distribution_of_plain_tensors_is_that_of_pytorch():
+    normal(1)
+    x = torch.linspace(-9, 3, 7)
+    found = torch.special.ndtr(x)
+    assert torch.equal(found, torch._C._special.special_ndtr(x))
+    assert torch.equal(torch.jit.script(scripted)(x), found)
+    assert torch.equal(torch.special.ndtr(input=x, out=torch.empty(7)), found)
 
 
 NUMBERS = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, "cos": torch.cos}

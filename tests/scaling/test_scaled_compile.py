@@ -81,3 +81,14 @@ def test_a_step_of_an_optimizer(name):
         compiled()
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(exact(p), exact(q))
+
+
+def test_a_patched_function():
+    def function(x):
+        return torch.special.ndtr(x)
+
+    x = mcf.as_expansion(torch.tensor([-5.0, -1.0, 2.0]), FP16)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert torch.equal(exact(compiled(x)), exact(function(x)))
+    plain = exact(x)
+    assert torch.equal(compiled(plain), function(plain))

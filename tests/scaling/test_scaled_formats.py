@@ -145,6 +145,15 @@ def test_special_values():
     assert mcf.as_expansion(torch.empty(0), FP16).shape == (0,)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_infinities_without_other_numbers(dtype):
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0], dtype=dtype)
+    made = mcf.as_expansion(x, FP16)
+    found = mcf.as_plain(made, torch.float64)
+    torch.testing.assert_close(found, x.double(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(torch.signbit(made.components[0]), torch.signbit(x))
+
+
 def test_what_is_no_format_raises():
     with pytest.raises(TypeError, match="fp16x2"):
         mcf.scaling.scaled(torch.int8)

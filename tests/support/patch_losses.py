@@ -45,6 +45,8 @@ def change(name: str) -> None:
             owner._register_load_state_dict_pre_hook = register_by_the_new_name
     elif owner is nn.utils:  # public, and imported by the library itself
         setattr(owner, attribute, functools.partial(clip_by_other_names, found))
+    elif owner is torch.special:  # the same, of a function without a signature
+        setattr(owner, attribute, functools.partial(found))
     elif attribute == "swap_tensors":
         setattr(owner, attribute, functools.partial(swap_by_other_names, found))
     elif attribute == "_callback_from_stance":

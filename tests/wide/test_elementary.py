@@ -419,6 +419,40 @@ def test_composed_functions(name, format):
     assert worst(function, exact, format, x) <= bound(format)
 
 
+def slope_of_product(f, slope):
+    """The derivative of x f(x)."""
+    return lambda x: f(x) + x * slope(x)
+
+
+def logistic(x):
+    return 1 / (1 + mp.exp(-x))
+
+
+ACTIVATIONS = {
+    "silu": slope_of_product(logistic, lambda x: logistic(x) * logistic(-x)),
+    "mish": slope_of_product(
+        lambda x: mp.tanh(mp.log1p(mp.exp(x))),
+        lambda x: logistic(x) / mp.cosh(mp.log1p(mp.exp(x))) ** 2,
+    ),
+    "gelu": slope_of_product(mp.ncdf, mp.npdf),
+}
+
+
+@by_format
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradients_of_activations(name, format):
+    """Also beyond 20, from where on PyTorch decomposes softplus into x."""
+
+    def slope(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(getattr(F, name)(x).sum(), x)[0]
+
+    ends = [-9.0, 9.0] if name == "gelu" else [-15.0, -10.0, 20.5, 30.0, 45.0]
+    x = sample(format, 12) + 0.25
+    x = torch.cat([x, mcf.as_expansion(torch.tensor(ends), format) + x[: len(ends)]])
+    assert worst(slope, ACTIVATIONS[name], format, x) <= bound(format)
+
+
 @by_format
 def test_ends_of_composed_functions(format):
     x = mcf.as_expansion(torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0, math.nan, -math.inf]), format)

@@ -174,6 +174,32 @@ def steps_of_sgd() -> str:
     return _steps(lambda key: key.startswith("SGD")) + "\n\n" + machine(load("steps-cpu"))
 
 
+CLASSES = {
+    "AVX-512, 2 threads": "steps-cpu",
+    "AVX-512, 1 thread": "steps-cpu-1-thread",
+    "AVX2, 2 threads": "steps-cpu-avx2",
+    "AVX2, 1 thread": "steps-cpu-avx2-1-thread",
+}
+"""Runs over one large tensor, by the vectors that PyTorch and the kernels use."""
+
+
+def steps_by_vectors() -> str:
+    """Fused AdamW over one large tensor, by the width of vectors and by threads."""
+    found = {name: load(file)["workloads"] for name, file in CLASSES.items()}
+    every = [workload["one tensor"]["contenders"] for workload in found.values()]
+    many = [load(f"{CLASSES[name]}-many")["workloads"]["many tensors"]["contenders"]
+            for name in ("AVX-512, 2 threads", "AVX2, 2 threads")]  # fmt: skip
+    shown = [
+        key for key in every[0] if _is_own(key) and all(ratio(x.get(key)) != "–" for x in every)
+    ]
+    rows = [
+        (named(key).strip("*"), *(ratio(x.get(key)) for x in (*every, *many)))
+        for key in sorted(shown, key=lambda key: every[0][key]["ratio"])
+    ]
+    head = ("", *CLASSES, "2,000 tensors, AVX-512", "2,000 tensors, AVX2")
+    return table(head, rows) + "\n\n" + machine(load("steps-cpu"), "one run for each column; ")
+
+
 def states() -> str:
     """What moments of one byte lose, and those of others."""
     result = load("states")

@@ -389,7 +389,8 @@ def parameter_reading(
     step: int, samples: Sequence[Sample], rates: Sequence[float | None]
 ) -> Reading:
     """Return the figures of some parameters, given the learning rates of groups."""
-    count, dot, norm = _figures([sample.rows[None] for sample in samples])
+    count, dots = _figures([sample.rows[None] for sample in samples])
+    dot, norm = list(map(sum_as_float, dots)), norm_as_float(dots[_UPDATE])
     movements = [
         _largest(sample) / rate for sample in samples if (rate := rates[sample.place.group])
     ]
@@ -415,7 +416,8 @@ def _largest(sample: Sample) -> float:
 
 def state_reading(step: int, rows: Sequence[Tensor]) -> StateReading:
     """Return the figures of a state of some parameters."""
-    count, dot, _ = _figures(rows)
+    count, dots = _figures(rows)
+    dot = list(map(sum_as_float, dots))
     return StateReading(
         step=step,
         ratio=dot[_ALONG] / dot[_UPDATE] if dot[_UPDATE] else None,
@@ -427,8 +429,7 @@ def state_reading(step: int, rows: Sequence[Tensor]) -> StateReading:
     )
 
 
-def _figures(rows: Sequence[Tensor]) -> tuple[list[int], list[float], float]:
-    """Return the counts and dot products of rows together, and the norm of the update."""
+def _figures(rows: Sequence[Tensor]) -> tuple[list[int], list[list[int]]]:
+    """Return the counts and the accumulators of rows together."""
     total = sum(rows, start=_empty(torch.device("cpu")))
-    dots = total[_COUNTS:].view(_DOTS, SIZE).tolist()
-    return total[:_COUNTS].tolist(), [sum_as_float(x) for x in dots], norm_as_float(dots[_UPDATE])
+    return total[:_COUNTS].tolist(), total[_COUNTS:].view(_DOTS, SIZE).tolist()

@@ -1,0 +1,45 @@
+"""The inner loops of fused steps compute with whole vectors, most of them in registers."""
+
+import functools
+
+import pytest
+
+from machine_code import cpus
+from machine_code.catalogue import catalogue, fused_steps
+
+SETS = {**cpus.SETS, "NEON": cpus.NEON}
+
+# The most loads and stores of vectors on the stack, as a share of the instructions of a loop. AVX2
+# has 16 registers, the others 32; eight vectors are computed together.
+SPILLED = {"AVX-512": 0.25, "AVX2": 0.4, "NEON": 0.25}
+
+# Stochastic and balanced rounding multiplies integers of 64 bits and converts them to float64. AVX2
+# and NEON have no such instructions on vectors.
+MISSING = {"AVX2": "vcvtsi2sdq", "NEON": "mul"}
+ROUNDED_BY_NOISE = ("bf16x2sr", "bf16x2br")
+
+COMMON = ("AdamW, bf16x2, plus", "AdamW, bf16i16", "AdamW, bf16i8, compact", "SGD, bf16x2, light")
+STEPS = dict(fused_steps())
+
+
+@functools.cache
+def programs_of(step):
+    return catalogue([(step, STEPS[step])])
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(x, marks=() if x in COMMON else pytest.mark.slow) for x in STEPS]
+)
+@pytest.mark.parametrize("name", SETS)
+def test_loops_of_fused_steps(name, step, tmp_path):
+    try:
+        cpus.compiler(SETS[name])
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    for program in programs_of(step).values():
+        loop = cpus.loop_of(program, SETS[name], tmp_path)
+        scalar = {line.split()[0] for line in loop.scalar}
+        if any(x in step for x in ROUNDED_BY_NOISE):
+            scalar -= {MISSING.get(name)}
+        assert scalar == set()
+        assert loop.spills * loop.elements <= SPILLED[name] * len(loop.lines)
