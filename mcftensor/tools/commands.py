@@ -79,9 +79,8 @@ def run_memory(options: argparse.Namespace) -> int:
                 f"--memory is {options.memory!r}, {size} bytes; give a unit, as '80GB'"
             )
     if options.mode:
-        own = memory_fit.format_for(options.mode)
-        form = named(options.format) if options.format else own
-        found = estimate(model, options.mode, format=form, optimizer=optimizer)
+        name = options.format or ("bf16i8" if options.mode == "compact" else None)
+        found = estimate(model, options.mode, format=name and named(name), optimizer=optimizer)
         shown, least, what = str(found), found.total, f"mode {options.mode}"
     else:
         ways = list(memory_fit.strategies(model, optimizer))

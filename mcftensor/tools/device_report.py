@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,12 +21,7 @@ from mcftensor.kernels.without_float64 import has_float64, without_float64
 from mcftensor.selfcheck import found_broken, machine_digest
 from mcftensor.tensor.tensor import MCFTensor
 from mcftensor.tools.hard_inputs import full_bits
-from mcftensor.tools.known_results import (
-    Work,
-    bits_digest,
-    known_work,
-    recorded_digests,
-)
+from mcftensor.tools.known_results import Work, bits_digest, known_work, recorded_digests
 from mcftensor.training.collage import collage
 from mcftensor.training.format_change import components_of
 
@@ -95,17 +90,12 @@ def _lines(device: torch.device, compiled: bool) -> Iterator[Line]:
     recorded = recorded_digests(in_float64=in_float64)
     for group, works in known_work(in_float64=in_float64).items():
         yield _line(group, _compared(works, recorded[group], device))
-    yield _leaf_line(device)
-    for name, check in _CHECKS.items():
-        yield _line(name, lambda check=check: check(device))  # type: ignore[misc]
-
-
-def _leaf_line(device: torch.device) -> Line:
-    name = "digest of a backward pass, to compare machines that share training steps"
     digest, reason = machine_digest(device)
-    if digest is None:
-        return Line(name, reason=reason)
-    return Line(name, note=f"{digest}, by {torch.get_num_threads()} threads of the host")
+    note = f"{digest}, by {torch.get_num_threads()} threads of the host" if digest else ""
+    name = "digest of a backward pass, to compare machines that share training steps"
+    yield Line(name, reason=reason, note=note)
+    for name, check in _CHECKS.items():
+        yield _line(name, partial(check, device))
 
 
 def introduction(device: torch.device) -> str:
@@ -235,18 +225,25 @@ def _training(device: torch.device) -> tuple[nn.Parameter, torch.optim.Optimizer
     return p, collage(torch.optim.AdamW([p], fused=True, capturable=capturable), "plus")
 
 
+@contextmanager
+def _other_stream(device: torch.device) -> Iterator[None]:
+    """Return a context on another stream, between earlier and later work on the current one."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream().wait_stream(stream)
+
+
 def _streams(device: torch.device) -> tuple[int, list[str]]:
     """Compare steps on another stream with steps on the default one."""
     _require_cuda(device)
     (p, optimizer), (q, its_optimizer) = _training(device), _training(device)
     for _ in range(3):
         optimizer.step()
-        with torch.cuda.device(device):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                its_optimizer.step()
-            torch.cuda.current_stream().wait_stream(stream)
+        with _other_stream(device):
+            its_optimizer.step()
     return 1, [] if _are_alike(p.detach(), q.detach()) else ["weights after three steps"]
 
 
@@ -254,12 +251,9 @@ def _graphs(device: torch.device) -> tuple[int, list[str]]:
     """Compare captured and replayed steps with single steps."""
     _require_cuda(device)
     (p, optimizer), (q, its_optimizer) = _training(device), _training(device)
+    with _other_stream(device):
+        its_optimizer.step()  # creates the states
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            its_optimizer.step()  # creates the states
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             its_optimizer.step()

@@ -71,11 +71,6 @@ def strategies(model: nn.Module, optimizer: MakeOptimizer = AdamW) -> Iterator[S
         yield strategy(name, found, 0, found.bytes_of("gradients"))
 
 
-def format_for(mode: str) -> Format | None:
-    """Return the format of weights that goes with a mode in this table, or None for it by shape."""
-    return bf16i8 if mode == "compact" else None
-
-
 def fits(found: Iterable[Strategy], room: int) -> str:
     """Return a table of strategies as text; its last column says which fit into so many bytes."""
     rows: list[tuple[str, ...]] = [

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from mcftensor.convert import as_expansion, as_plain
 from mcftensor.dispatch.operands import as_state
-from mcftensor.formats import Format, bf16i16, require_format, ue5m3
+from mcftensor.formats import PLAIN, Format, bf16i16, require_format, ue5m3
 from mcftensor.passes.optimizer_steps import RULES
 from mcftensor.patches.optimizers import (
     breaks_graphs,
@@ -25,7 +25,7 @@ from mcftensor.patches.optimizers import (
     parameters_of,
 )
 from mcftensor.patches.table import calls
-from mcftensor.tensor.components import any_format_of, format_of
+from mcftensor.tensor.components import any_format_of, format_of, stored_format_of
 from mcftensor.training.shadow import CannotShadow, plain_step, trial_of, trying
 from mcftensor.training.state_names import FIRST_MOMENTS, SECOND_MOMENTS, WIDE, compact_format
 from mcftensor.training.step_warnings import warn_of_plain_parameters
@@ -33,9 +33,8 @@ from mcftensor.training.step_warnings import warn_of_plain_parameters
 Opt = TypeVar("Opt", bound=Optimizer)
 Mode = str | Mapping[str, Format | str | None]
 
-# Conversions of a state other than to plain (None) or to a given format.
+# Choices for a state, other than plain (None) or a given format.
 _OWN = "expansion in the format of the parameter"
-_AS_IT_IS = "what the optimizer makes it"
 _COMPACT = "codes of one byte, and float32 where these do not do"
 _FUSED = tuple(rule.optimizer for rule in RULES.values())
 _MODES: dict[str, dict[str, Any]] = {
@@ -224,7 +223,6 @@ class CollagePlan:
             )
         self.mode = mode if isinstance(mode, str) else "by name"
         self.given = mode
-        self.others: Any = _OWN if mode == "full" else _AS_IT_IS  # of states that are not named
         self.unchecked: set[str] = set()
         self.formatted: list[int] = []  # identities of states, which torch's steps compare
         if isinstance(mode, Mapping):
@@ -277,8 +275,8 @@ class CollagePlan:
             # SGD makes its buffer from the first gradient, plain: give it a zero to add that to.
             # With dampening the two are not the same.
             if is_sgd and group["momentum"] and not group["dampening"]:
-                wanted = self._wanted("momentum_buffer", p, format, ())
-                if wanted is not None and wanted is not _AS_IT_IS:
+                wanted = self._wanted("momentum_buffer", p, format)
+                if wanted is not None and wanted.arithmetic != "plain":
                     states[p]["momentum_buffer"] = as_expansion(torch.zeros_like(p), wanted)
 
     def after_initializing(self, optimizer: Optimizer, group: dict[str, Any], found: Any) -> None:
@@ -296,20 +294,24 @@ class CollagePlan:
             if state and format is not None:
                 self.convert(p, format, state)
 
-    def _wanted(self, name: str, p: Tensor, own: Format, names: Collection[str]) -> Any:
-        """Return the conversion of a state, given the names of the others."""
-        wanted = self.named.get(name, self.others)
-        if wanted is _OWN:
+    def _wanted(
+        self, name: str, p: Tensor, own: Format, names: Collection[str] = ()
+    ) -> Format | None:
+        """Return the format of a state, given the names of the others, or None to leave it."""
+        if name == "step" or self.leaves(name):
+            return None
+        choice: Any = self.named.get(name, _OWN)
+        if choice is None:
+            return PLAIN[own.dtype]
+        if choice is _OWN:
             return own.of_states
-        if wanted is _COMPACT:
+        if choice is _COMPACT:
             return compact_format(name, p.shape, names)
-        if wanted is None or wanted is _AS_IT_IS:
-            return wanted
-        return bf16i16 if wanted.shared and p.dim() < 2 else wanted
+        return bf16i16 if choice.shared and p.dim() < 2 else choice
 
     def leaves(self, name: str) -> bool:
         """Whether the mode leaves a state as the optimizer makes it."""
-        return self.named.get(name, self.others) is _AS_IT_IS
+        return name not in self.named and self.given != "full"
 
     def convert(self, p: Tensor, own: Format, state: dict[str, Any]) -> None:
         """Bring the states of a parameter in some format to what the mode says."""
@@ -318,22 +320,14 @@ class CollagePlan:
             self.unchecked = set()
         for name, x in state.items():
             wanted = self._wanted(name, p, own, state)
-            if wanted is _AS_IT_IS or name == "step":
+            if wanted is None or not isinstance(x, Tensor):
                 continue
-            if type(x) is Tensor:
-                is_settled = wanted is None and x.dtype == own.dtype
-            else:
-                format = format_of(x)
-                is_settled = wanted is not None and (format is wanted or format == wanted)
-            if not is_settled:  # after the first step all are
-                if not isinstance(x, Tensor) or x.shape != p.shape or not x.is_floating_point():
-                    continue
-                if wanted is not None:
-                    state[name] = as_state(x, wanted, p, name)
-                elif format_of(x) or x.dtype != own.dtype:
-                    state[name] = as_plain(x, own.dtype)
-            elif getattr(getattr(x, "_local_tensor", x), "is_part", False):  # a padded shard
-                state[name] = x.clone()
+            is_settled = stored_format_of(x) == wanted  # after the first step all are
+            if is_settled and getattr(getattr(x, "_local_tensor", x), "is_part", False):
+                state[name] = x.clone()  # a padded shard
+            elif not is_settled and x.shape == p.shape and x.is_floating_point():
+                is_plain = wanted.arithmetic == "plain"
+                state[name] = as_plain(x, own.dtype) if is_plain else as_state(x, wanted, p, name)
 
 
 def _in_format_of_parameter(p: Tensor, x: Tensor, name: Any) -> Tensor:

@@ -108,15 +108,13 @@ class StepInBackward(Handle):
         self._undo.close()
         _handles.discard(self)
 
-    @contextlib.contextmanager
-    def no_step(self) -> Iterator[None]:
+    def no_step(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backward sums gradients without steps, as usual.
 
         For all microbatches but the last, and for steps that need all gradients at once: what has
         a gradient when `optimizer.step()` is called steps there.
         """
-        with self._in_mode("hold"):
-            yield
+        return self._in_mode("hold")
 
     @contextlib.contextmanager
     def measure_norm(self, max_norm: float) -> Iterator[None]:

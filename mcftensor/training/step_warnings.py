@@ -436,8 +436,6 @@ def _look_at_scales(optimizer: Optimizer) -> None:
 
     Scales are a thirty-third of the bytes of a state.
     """
-    if torch.compiler.is_compiling():
-        return
     own = {name: _in_blocks(x) for name, x in _tensors_of(optimizer).items()}
     found = {name: x for name, x in own.items() if x is not None and x.numel()}
     if not found:
