@@ -33,6 +33,8 @@ def machine(result: dict[str, Any], note: str = "") -> str:
     if isinstance(m, str):
         return f"<small>{note}{m}</small>"
     cpu = m.get("cpu") or f"a {m['device'].upper()}"
+    if "cpu_capability" in m:
+        cpu += f", {m['cpu_capability'].replace('AVX512', 'AVX-512')}"
     threads = f", {m['threads']} thread{'s' * (m['threads'] > 1)}" if "threads" in m else ""
     return f"<small>{note}{cpu}{threads}, torch {m['torch']}, Python {m['python']}</small>"
 

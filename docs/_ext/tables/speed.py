@@ -300,9 +300,9 @@ def same_path() -> str:
     return table(("", *kinds), rows) + "\n\n" + machine(result)
 
 
-def threads() -> str:
+def threads(file: str = "threads") -> str:
     """Steps by the number of threads and processes."""
-    result = load("threads")
+    result = load(file)
     rows = [
         (way, *(f"{1000 * x['seconds']:.1f} ({x['ratio']:.2f})" for x in found.values()))
         for way, found in result["ways"].items()
