@@ -37,13 +37,18 @@ def _with_expansions(types: list[type]) -> list[type]:
     return types
 
 
+def plan_of(optimizer: Optimizer) -> Any:
+    """Return the plan of the mode that `collage` has given an optimizer, or None."""
+    return optimizer.__dict__.get("_collage")
+
+
 def _after_the_plan(initialize: Callable[..., Any]) -> Callable[..., Any]:
     if hasattr(initialize, "_asks_plan"):
         return initialize
 
     @functools.wraps(initialize)
     def init_group(self: Optimizer, group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        plan = self.__dict__.get("_collage")
+        plan = plan_of(self)
         if plan is not None and not all(map(self.state.get, group["params"])):
             plan.make_states(self, initialize, group, *args, **kwargs)
         found = initialize(self, group, *args, **kwargs)
@@ -237,7 +242,7 @@ def _taken(
     """Return the result of a function that runs as a step of an optimizer."""
     args = tuple([_outside_of_it(x, optimizer) for x in args])
     kwargs = {name: _outside_of_it(x, optimizer) for name, x in kwargs.items()}
-    plan = optimizer.__dict__.get("_collage")
+    plan = plan_of(optimizer)
     sharded = [p for p in parameters_of(optimizer) if local(p) is not p]
 
     def over_gradients(own: Step) -> Any:
@@ -273,7 +278,7 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
             result = step(self, *args, **kwargs)
         else:
             result = _taken(self, functools.partial(step, self), args, kwargs)
-        if (plan := self.__dict__.get("_collage")) is not None and is_torchs:
+        if (plan := plan_of(self)) is not None and is_torchs:
             found = _identities(self)
             if found != plan.formatted:
                 plan.apply(self)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from mcftensor.convert import as_expansion
 from mcftensor.formats import PLAIN, Format, bytes_of
+from mcftensor.patches.optimizers import plan_of
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import any_format_of, local, stored_format_of
 from mcftensor.training.shadow import CannotShadow, plain_step, trial_of, trying
@@ -124,7 +125,7 @@ def _trial(optimizer: Optimizer, kinds: Sequence[Kind], lengths: Sequence[int]) 
 def _steps(
     optimizer: Optimizer, kinds: Sequence[Kind], lengths: Sequence[int], *, sparse: bool
 ) -> list[States]:
-    plan = optimizer.__dict__.get("_collage")
+    plan = plan_of(optimizer)
     with trying():
         own = []
         for _, format, pattern in kinds:

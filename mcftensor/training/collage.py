@@ -23,6 +23,7 @@ from mcftensor.patches.optimizers import (
     have_states_made_by_plan,
     is_of_torch,
     parameters_of,
+    plan_of,
 )
 from mcftensor.patches.table import calls
 from mcftensor.tensor.components import any_format_of, format_of, stored_format_of
@@ -118,7 +119,7 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
     warn_of_plain_parameters(optimizer)
     mode = {**mode} if isinstance(mode, Mapping) else mode  # copies take it up later
     plan = CollagePlan(optimizer, mode, list(map(format_of, parameters_of(optimizer))))
-    previous = optimizer.__dict__.get("_collage")
+    previous = plan_of(optimizer)
     for handle in previous.handles if previous is not None else ():
         handle.remove()
     optimizer.__dict__["_collage"] = plan
@@ -128,12 +129,6 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
     plan.attach(optimizer)
     plan.apply(optimizer)
     return optimizer
-
-
-def plan_of(optimizer: Optimizer) -> CollagePlan | None:
-    """Return the plan of the latest mode that `collage` was given for an optimizer."""
-    found: CollagePlan | None = optimizer.__dict__.get("_collage")
-    return found
 
 
 def mode_of(optimizer: Optimizer) -> str | None:

@@ -14,11 +14,11 @@ from mcftensor.convert import Held, Overrides, as_plain, for_shape, plan_convers
 from mcftensor.dispatch.operands import as_state, value_in, value_of
 from mcftensor.formats import PLAIN, Format, named, require_format
 from mcftensor.kernels.without_float64 import PAIR, has_float64
-from mcftensor.patches.optimizers import parameters_of
+from mcftensor.patches.optimizers import parameters_of, plan_of
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.components import format_of, local
+from mcftensor.tensor.components import format_of, local, stored_format_of
 from mcftensor.tensor.step_context import current_step
-from mcftensor.training.collage import CollagePlan, Mode, collage, plan_of
+from mcftensor.training.collage import CollagePlan, Mode, collage
 from mcftensor.wings import wing_or_none
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def change_format(
     lost: dict[str, Loss] = {}
 
     def compare(name: str, old: Tensor, new: Tensor) -> None:
-        formats[name] = _format_of(old).name, _format_of(new).name
+        formats[name] = stored_format_of(old).name, stored_format_of(new).name
         if (loss := _lost(old, new)) is not None:
             lost[name] = loss
 
@@ -279,10 +279,6 @@ def _whole(held: Held) -> Tensor:
     return held.x.detach() if held.loaded is None else held.loaded
 
 
-def _format_of(x: Tensor) -> Format:
-    return format_of(x) or PLAIN[x.dtype]
-
-
 def _formats_made(p: Tensor) -> set[Format]:
     """Return the formats of the states that optimizers make for a parameter."""
     own = format_of(p)
@@ -296,7 +292,7 @@ def _is_made_for(x: object, name: str, p: Tensor, made: set[Format]) -> bool:
         and name != "step"
         and x.shape == p.shape
         and x.is_floating_point()
-        and _format_of(x) in made
+        and stored_format_of(x) in made
     )
 
 
@@ -339,7 +335,7 @@ def _widely(x: Tensor) -> Tensor:
 def _lost(old: Tensor, new: Tensor) -> Loss | None:
     """Return the loss of a tensor in the new format."""
     old, new = local(old).detach(), local(new).detach()
-    source = _format_of(old)
+    source = stored_format_of(old)
     elements = differing(old, in_format(source.nearest, new))
     if not elements:
         return None

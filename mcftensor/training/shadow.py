@@ -23,6 +23,7 @@ from mcftensor.convert import as_plain
 from mcftensor.dispatch.operands import stored_in
 from mcftensor.formats import Format, fp64x2
 from mcftensor.kernels.without_float64 import widest
+from mcftensor.patches.optimizers import plan_of
 from mcftensor.tensor.components import format_of, local, on_local
 from mcftensor.tensor.pickling import attributes_of_users
 from mcftensor.tensor.tensor import MCFTensor
@@ -86,7 +87,7 @@ class Original:
                     shadow.state[twin] = deepcopied(optimizer.state[p], memo)
             for key in self.other_states:
                 shadow.state[deepcopied(key, memo)] = deepcopied(optimizer.state[key], memo)
-            plan = optimizer.__dict__.get("_collage") if conversion is same else None
+            plan = plan_of(optimizer) if conversion is same else None
             if plan is not None:
                 shadow.__dict__["_collage"] = plan
             if conversion is not same and not any(map(format_of, twins.values())):

@@ -31,6 +31,7 @@ from mcftensor.patches.optimizers import (
     looked_at,
     named_parameters_of,
     parameters_of,
+    plan_of,
 )
 from mcftensor.patches.table import calls
 from mcftensor.tensor import MCFTensor
@@ -203,7 +204,7 @@ def _dtype_of(found: Mapping[Any, Tensor]) -> torch.dtype:
 
 def _plain_again(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the parameters that became plain since the optimizer was made or stepped."""
-    had_expansions = optimizer in _over_expansions or "_collage" in optimizer.__dict__
+    had_expansions = optimizer in _over_expansions or plan_of(optimizer) is not None
     names = convert.left_expansions() if had_expansions else {}
     if has_expansions(optimizer):
         _over_expansions.add(optimizer)
@@ -300,7 +301,7 @@ def _warn_of_narrow_states(optimizer: Optimizer) -> None:
     copy of the gradient, or from before the conversion of its parameter, or made in the dtype of
     its gradient.
     """
-    has_mode = "_collage" in optimizer.__dict__
+    has_mode = plan_of(optimizer) is not None
     found = {
         (name, x.shape == p.shape): x.dtype
         for p, state in optimizer.state.items()

@@ -330,6 +330,8 @@ def _affecting(
         own = [log2_of(c) + len(rows) * log2_x for c in row]
         parts.append(max(part - size for part, size in zip(own, sizes, strict=True)))
         rows.append(row)
+        if len(rows) > wanted:
+            raise ValueError(f"a series in numbers of 2^{log2_x} does not get below 2^-{wanted}")
     while parts[-1] <= -wanted:
         parts.pop()
         rows.pop()

@@ -32,8 +32,8 @@ BUDGETS = {
     "serving": 1110,
     "sums": 400,
     "tensor": 3300,
-    "tools": 1990,
-    "training": 2980,
+    "tools": 1970,
+    "training": 2965,
     "wide": 5320,
 }
 """Lines of a folder. Whoever exceeds one makes another part shorter, or says why in a commit."""

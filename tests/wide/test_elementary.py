@@ -21,6 +21,7 @@ from common.elementary import (
     patterns,
     worst,
 )
+from mcftensor.wide.guarded import Guarded, polynomial
 from support.helpers import assert_same_terms, sample
 
 mp = pytest.importorskip("mpmath").mp  # common.elementary needs it
@@ -93,6 +94,12 @@ def test_small_arguments_of_atanh_in_four_terms_of_float32():
     format = mcf.Format(torch.float32, 4)
     x = mcf.exact.from_exact(["4.27e-18", "-5.005e-13", "3.1e-4", "0.4", "0.9999999"], format)
     assert worst(torch.atanh, mp.atanh, format, x) <= 1
+
+
+def test_a_series_that_diverges_is_named():
+    x = Guarded([torch.ones(1)], 3)
+    with pytest.raises(ValueError, match="does not get below"):
+        polynomial(x, lambda k, base, terms: [Fraction(2) ** k], 0.0)
 
 
 def test_powers_of_numbers_next_to_one():
