@@ -300,9 +300,9 @@ def same_path() -> str:
     return table(("", *kinds), rows) + "\n\n" + machine(result)
 
 
-def threads(file: str = "threads") -> str:
+def threads() -> str:
     """Steps by the number of threads and processes."""
-    result = load(file)
+    result = load("threads")
     rows = [
         (way, *(f"{1000 * x['seconds']:.1f} ({x['ratio']:.2f})" for x in found.values()))
         for way, found in result["ways"].items()
