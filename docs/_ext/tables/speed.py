@@ -197,7 +197,13 @@ def steps_by_vectors() -> str:
         for key in sorted(shown, key=lambda key: every[0][key]["ratio"])
     ]
     head = ("", *CLASSES, "2,000 tensors, AVX-512", "2,000 tensors, AVX2")
-    return table(head, rows) + "\n\n" + machine(load("steps-cpu"), "one run for each column; ")
+    return table(head, rows) + "\n\n" + _of_columns("steps-cpu", "cpu_capability", "threads")
+
+
+def _of_columns(file: str, *varied: str) -> str:
+    """The machine of a table whose columns differ in some of its settings."""
+    same = {name: x for name, x in load(file)["machine"].items() if name not in varied}
+    return machine({"machine": same})
 
 
 def states() -> str:
@@ -290,14 +296,15 @@ def first_steps() -> str:
 
 
 def same_path() -> str:
-    """Steps over expansions by the path of PyTorch's, over that."""
-    result = load("same-path")
+    """Steps over expansions by the path of PyTorch's, over that, on two classes of processors."""
+    result, narrow = load("same-path"), load("same-path-avx2")
     kinds = ("plus", "exact", "compact")
     rows = [
-        (what, *(f"{found[kind]:.1f}" for kind in kinds))
-        for what, found in result["ratios"].items()
+        (what, *(f"{x['ratios'][what][kind]:.1f}" for x in (result, narrow) for kind in kinds))
+        for what in result["ratios"]
     ]
-    return table(("", *kinds), rows) + "\n\n" + machine(result)
+    head = ("", *(f"{kind}, {name}" for name in ("AVX-512", "AVX2") for kind in kinds))
+    return table(head, rows) + "\n\n" + _of_columns("same-path", "cpu_capability")
 
 
 def threads() -> str:
