@@ -17,7 +17,7 @@ import torch
 
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.printer import COMMON, Copy, Dialect, Printer, lines_of
-from mcftensor.kernels.program import COMPUTED, Program
+from mcftensor.kernels.program import COMPUTED, Program, Signature
 
 # Elements per thread that make starting it worthwhile, as in PyTorch.
 GRAIN = 1 << 15
@@ -54,7 +54,7 @@ _DIALECT = Dialect(
         ("vector", torch.int64): "load<UL>(in{0} + {i}, n)",
         ("vector", torch.float64): "load<UL>(in{0} + {i}, n)",
         "shared": "all<U>(in{0}[{first} / SHARING])",
-        "block_max": "block_max({0})",
+        "block_max": "block_max(valid, {0})",
         "scalar": "entered<{type}>(scalar{0})",
         "index": "counted<L>() + {i}",
         ("index", torch.int32): "counted<I>() + int32_t({i})",
@@ -361,16 +361,17 @@ INLINE I largest(I x) {  // of all lanes, in each lane
   }
 }
 template <class... V>
-INLINE I block_max(I x, V... others) {
-  ((x = x > others ? x : others), ...);
-  return largest<LANES / 2>(x);
+INLINE I block_max(int32_t valid, V... vectors) {  // the elements from `valid` on count as zeros
+  I most = {}, place = counted<I>();
+  ((vectors &= place < valid, most = most > vectors ? most : vectors, place += LANES), ...);
+  return largest<LANES / 2>(most);
 }
 """
 )
 
 _LOOP = """
 static void run(
-    const int64_t *word, const double *number, int64_t count, int64_t begin, int64_t end) {{
+    const int64_t *word, const double *number, int64_t count, int64_t begin, int64_t end{valid}) {{
 {names}
 {before}
   auto compute = [&](int64_t i, auto n) __attribute__((always_inline)) {{
@@ -385,7 +386,7 @@ static void run(
 {rest}
 }}
 
-// Where the share of a thread begins.
+{rows}// Where the share of a thread begins.
 INLINE int64_t share(int64_t length, int64_t t, int64_t threads) {{
   return t == threads ? length : length * t / threads / 64 * 64;
 }}
@@ -410,7 +411,7 @@ extern "C" void launch(
         if (end > length) end = length;
         start += length;
       }}
-      if (begin < end) run(words + r, numbers + r, count, begin, end);
+      if (begin < end) {run}(words + r, numbers + r, count, begin, end);
     }}
   }}
 }}
@@ -423,13 +424,52 @@ for (; i + LANES <= end; i += LANES) compute(i, n);
 if (i < end) compute(i, int(end - i));"""
 _SHARING_REST = "for (; i < end; i += SHARING) compute(i, n);"
 
+# Rows that end in a part of a block. The length is then that of rows padded to whole blocks. The
+# last block of a row is computed in memory of its own, from zeros beyond its elements.
+_ROWS = """\
+static void run_rows(
+    const int64_t *word, const double *number, int64_t count, int64_t begin, int64_t end) {{
+  static constexpr int64_t size[] = {{{sizes}}};
+  static constexpr bool is_shared[] = {{{are_shared}}};
+  const int64_t width = word[{words} * count], blocks = (width + SHARING - 1) / SHARING;
+  if (width % SHARING == 0) return run(word, number, count, begin, end, SHARING);
+  int64_t words[{all_words}];
+  double numbers[{numbers}];
+  for (int k = 0; k < {all_words}; ++k) words[k] = word[k * count];
+  for (int k = 0; k < {numbers} - 1; ++k) numbers[k] = number[k * count];
+  alignas(64) char held[{tensors}][8 * SHARING] = {{}};
+  for (int64_t block = begin / SHARING; block < end / SHARING;) {{
+    const int64_t inside = block % blocks, i = block / blocks * width + inside * SHARING;
+    const int64_t left = end / SHARING - block, most = blocks - 1 - inside;
+    const int64_t whole = left < most ? left : most, rest = width - inside * SHARING;
+    for (int k = 0; k < {tensors}; ++k) {{
+      const int64_t memory = word[(k + 1) * count];
+      if (is_shared[k]) words[k + 1] = memory + (block - i / SHARING) * size[k];
+      else if (whole) words[k + 1] = memory;
+      else {{
+        words[k + 1] = int64_t(held[k]) - i * size[k];
+        if (k < {inputs}) __builtin_memcpy(held[k], (char *)memory + i * size[k], rest * size[k]);
+      }}
+    }}
+    run(words, numbers, 1, i, i + (whole ? whole : 1) * SHARING, whole ? SHARING : rest);
+    if (!whole)
+      for (int k = {inputs}; k < {tensors}; ++k)
+        if (!is_shared[k])
+          __builtin_memcpy((char *)word[(k + 1) * count] + i * size[k], held[k], rest * size[k]);
+    block += whole ? whole : 1;
+  }}
+}}
+
+"""
+
 
 def source(program: Program, width: int) -> str:
     """Return the program as a translation unit with `launch(words, numbers, count, threads)`.
 
     `width` is the vector size of the processor in bytes; wider vectors would be split by lanes.
     `count` sets of tensors are described by columns of 64-bit words: numbers of elements, addresses
-    of vectors, addresses of outputs, integer scalars. `numbers` holds columns of the other scalars.
+    of vectors, addresses of outputs, lengths of rows if blocks share components, integer scalars.
+    `numbers` holds columns of the other scalars.
     """
     signature = program.signature
     names, word, scalars = [], 1, 0
@@ -438,6 +478,7 @@ def source(program: Program, width: int) -> str:
             pointer = f"uint{8 * dtype.itemsize}_t *"
             names.append(f"{pointer}{kind}{i} = ({pointer})word[{word} * count];")
             word += 1
+    word += bool(signature.shared)
     for i, dtype in enumerate(signature.scalars):
         if dtype == torch.int64:
             names.append(f"const int64_t scalar{i} = word[{word} * count];")
@@ -470,11 +511,28 @@ def source(program: Program, width: int) -> str:
         interleaved=_indented(_woven(groups, size * _BEHIND if waits else 0), 4),
         vectors=count,
         rest=_indented((_SHARING_REST if signature.shared else _REST).splitlines(), 2),
+        valid=", int32_t valid" if signature.shared else "",
+        rows=_rows(signature, word, scalars) if signature.shared else "",
+        run="run_rows" if signature.shared else "run",
     )
     prelude = BITS + _PRELUDE
     if signature.shared:
         prelude = (_SCHEDULED if waits else "") + prelude + _SHARING
     return f"#define LANES {lanes}\n#define GRAIN {GRAIN}\n{_shuffles(lanes)}{prelude}{loop}"
+
+
+def _rows(signature: Signature, words: int, numbers: int) -> str:
+    """Return the function that computes rows, given the numbers of words and scalars of a set."""
+    dtypes = (*signature.vectors, *signature.outputs)
+    return _ROWS.format(
+        sizes=", ".join(str(x.itemsize) for x in dtypes),
+        are_shared=", ".join(str(i in signature.shared).lower() for i in range(len(dtypes))),
+        tensors=len(dtypes),
+        inputs=len(signature.vectors),
+        words=len(dtypes) + 1,
+        all_words=words,
+        numbers=numbers + 1,
+    )
 
 
 def _shuffles(lanes: int) -> str:

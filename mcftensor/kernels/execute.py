@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels import cpp, cpu, cuda, eager, first_use
-from mcftensor.kernels.block_scales import BLOCK_SIZE
+from mcftensor.kernels.block_scales import BLOCK_SIZE, shape_of_shared
 from mcftensor.kernels.columns import (
     Columns,
     Scalar,
@@ -92,15 +92,17 @@ def prepared(
     addresses: Sequence[list[int]],
     scalars: Sequence[Sequence[Scalar]],
     dtypes: Sequence[torch.dtype],
+    widths: list[int] | None = None,
 ) -> partial[None]:
     """Return compiled code as a call on dense tensors and scalars.
 
-    Lengths and addresses of tensors are given by columns, scalars by their dtypes.
+    Lengths and addresses of tensors are given by columns, scalars by their dtypes. If blocks share
+    components, `widths` are the lengths of rows, and `lengths` those of rows of whole blocks.
     """
     count = len(lengths)
     words, numbers = array("q", lengths), array("d")
-    for addresses_of_one in addresses:
-        words.fromlist(addresses_of_one)
+    for column_of_words in addresses if widths is None else (*addresses, widths):
+        words.fromlist(column_of_words)
     for dtype, column in zip(dtypes, scalars, strict=True):
         values = [x if type(x) is float or not isinstance(x, Tensor) else x.item() for x in column]
         times = count // len(values)  # a single value serves all sets
@@ -121,14 +123,18 @@ def launch(
     addresses: Sequence[list[int]],
     scalars: Sequence[Sequence[Scalar]],
     dtypes: Sequence[torch.dtype],
-    done: list[tuple[int, None]] | None = None,
+    widths: list[int] | None = None,
 ) -> None:
-    """Run a prepared call, and record its elements in `done`, as in `Columns`."""
-    call = prepared(function, lengths, addresses, scalars, dtypes)
-    if done is None:
+    """Run a prepared call."""
+    prepared(function, lengths, addresses, scalars, dtypes, widths)()
+
+
+def _run_and_record(call: partial[None], columns: Columns, lengths: list[int]) -> None:
+    """Run a prepared call, and record its elements, as in `Columns`."""
+    if columns.done is None:
         call()
     else:
-        done.extend(zip((sum(lengths),), map(_call, (call,)), strict=True))
+        columns.done.extend(zip((sum(lengths),), map(_call, (call,)), strict=True))
 
 
 class Kernel(OnDemand):
@@ -147,7 +153,9 @@ class Kernel(OnDemand):
             compiled = self.compiled(sum(lengths), len(lengths))
             if compiled is not None:
                 dtypes = self.signature.scalars
-                launch(compiled, lengths, addresses, scalars, dtypes, columns.done)
+                widths = lengths if columns.shared else None
+                call = prepared(compiled, lengths, addresses, scalars, dtypes, widths)
+                _run_and_record(call, columns, lengths)
                 return
         elif (
             has_data
@@ -161,6 +169,31 @@ class Kernel(OnDemand):
             return
         eager.run(self.body, columns)
 
+    def run_rows(
+        self, columns: Columns, lengths: list[int], addresses: Sequence[list[int]]
+    ) -> bool:
+        """Run on contiguous tensors whose rows may end in a part of a block, if there is compiled
+        code for that, and return whether there is.
+        """
+        device = columns.outputs[0][0].device
+        if device.type != "cpu" or "cpu" in TRITON_DEVICES:
+            return False
+        compiled = self.compiled(sum(lengths), len(lengths))
+        if compiled is None:
+            return False
+        tensors = [*columns.vectors, *columns.outputs]
+        shapes = [
+            x.shape for x in next(x for i, x in enumerate(tensors) if i not in columns.shared)
+        ]
+        blocks = [shape_of_shared(shape).numel() for shape in shapes]
+        if any(list(map(Tensor.numel, tensors[i])) != blocks for i in columns.shared):
+            return False
+        padded, widths = [BLOCK_SIZE * x for x in blocks], [shape[1:].numel() for shape in shapes]
+        scalars, dtypes = columns.every_scalar(), self.signature.scalars
+        call = prepared(compiled, padded, addresses, scalars, dtypes, widths)
+        _run_and_record(call, columns, lengths)
+        return True
+
     def compiled(self, elements: int, calls: int = 1) -> cpu.Launch | None:
         """Return the compiled form, if work so far is worth it and there is a compiler."""
         return self.get(elements + OF_A_CALL * calls)
@@ -169,7 +202,8 @@ class Kernel(OnDemand):
         return cpp.source(self.program, cpu.vector_bytes()) if self.has_program else None
 
     def _is_right_here(self, compiled: cpu.Launch) -> bool:
-        run = partial(launch, compiled, dtypes=self.signature.scalars)
+        widths = [*first_use.LENGTHS] if self.signature.shared else None
+        run = partial(launch, compiled, dtypes=self.signature.scalars, widths=widths)
         return self._is_right(run, first_use.Arrangement())
 
     def _is_right(self, run: first_use.Launch, arrangement: first_use.Arrangement) -> bool:
@@ -271,9 +305,12 @@ def _run(body: Body, columns: Columns) -> None:
     asked = [*addresses[:count], *[addresses[i] for i in outputs]]
     shared = {i if i < count else outputs[i - count] for i in columns.shared}
     elements = [_elements(x, i in shared) for i, x in enumerate(lengths)]
-    if 0 not in own and all(are_contiguous) and elements.count(own) == len(lengths):
-        kernel.run(columns, own, asked)
-        return
+    if 0 not in own and all(are_contiguous):
+        if elements.count(own) == len(lengths):
+            kernel.run(columns, own, asked)
+            return
+        if shared and kernel.run_rows(columns, own, asked):
+            return
     flat: list[int] = []
     others: list[int] = []
     for i, row in enumerate(zip(*tensors, strict=True)):

@@ -270,7 +270,9 @@ class _Launched:
                 addresses += self._places(None)
             scalars = list(map(self._scalar, stage.scalars))
             dtypes = stage.signature.scalars
-            self._left.append(execute.prepared(launch, rows.lengths, addresses, scalars, dtypes))
+            widths = rows.lengths if stage.signature.shared else None
+            call = execute.prepared(launch, rows.lengths, addresses, scalars, dtypes, widths)
+            self._left.append(call)
             if stage.then_run is not None:
                 flat = self._scratch[None]
                 self._left.append(functools.partial(stage.then_run, flat, out=flat))

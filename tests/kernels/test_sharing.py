@@ -11,6 +11,7 @@ import mcftensor as mcf
 from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.kernels import cpu
 from mcftensor.kernels.eager import indices
+from mcftensor.kernels.execute import Kernel
 from mcftensor.passes import optimizer_steps
 from mcftensor.passes.format_conversion import decode_columns, encode_columns
 from support.kernel_cases import same, way
@@ -89,6 +90,41 @@ def test_lists(name):
         torch.testing.assert_close(encode(), expected, rtol=0, atol=0)
 
 
+ROWS = [(33, 31), (7, 161), (5, 1), (64, 3, 3, 3), (600, 1000)]
+
+
+@pytest.mark.parametrize("shape", ROWS, ids=str)
+@pytest.mark.thinned(of=6)
+@by_format
+def test_rows_that_end_in_a_part_of_a_block(format, shape, kernels_used):
+    """Numbers beyond a row's end have no part in the scale of its last block."""
+    x = hard(format, *shape)
+    same("cpp", lambda: stored(format, x))
+    made = stored(format, x)
+    numbers = torch.empty(shape)
+
+    def decode():
+        decode_columns(format, [[y] for y in made], [numbers])
+        return [numbers]
+
+    same("cpp", decode)
+    assert kernels_used
+
+
+@pytest.fixture
+def kernels_used(monkeypatch):
+    """Calls by compiled code, of rows that are no whole blocks."""
+    run_rows, calls = Kernel.run_rows, []
+
+    def counted(*args):
+        done = run_rows(*args)
+        calls.extend([1] * done)
+        return done
+
+    monkeypatch.setattr(Kernel, "run_rows", counted)
+    return calls
+
+
 def step_of(weights, path=None):
     p = nn.Parameter(copy.deepcopy(weights))
     optimizer = mcf.collage(torch.optim.AdamW([p], lr=1e-3, amsgrad=True, fused=True), "compact")
@@ -108,9 +144,10 @@ def step_of(weights, path=None):
     [mcf.bf16i8, mcf.bf16i16, mcf.bf16x2, mcf.e4m3i8, mcf.e4m3i16],
     ids=lambda f: f.name,
 )
-def test_fused_steps(name, format):
+@pytest.mark.parametrize("shape", [(9, 64), (9, 40), (5, 7)], ids=str)
+def test_fused_steps(name, format, shape):
     torch.manual_seed(1)
-    weights = mcf.as_expansion(torch.randn(9, 64), format)
+    weights = mcf.as_expansion(torch.randn(shape), format)
     same(name, step_of, weights)
 
 

@@ -22,7 +22,7 @@ BUDGETS = {
     "checkpoint": 2880,
     "dispatch": 4400,
     "formats": 1950,
-    "kernels": 4200,
+    "kernels": 4290,
     "meters": 1430,
     "operators": 2280,
     "passes": 2350,
