@@ -124,17 +124,14 @@ def launch(
     scalars: Sequence[Sequence[Scalar]],
     dtypes: Sequence[torch.dtype],
     widths: list[int] | None = None,
+    done: list[tuple[int, None]] | None = None,
 ) -> None:
-    """Run a prepared call."""
-    prepared(function, lengths, addresses, scalars, dtypes, widths)()
-
-
-def _run_and_record(call: partial[None], columns: Columns, lengths: list[int]) -> None:
-    """Run a prepared call, and record its elements, as in `Columns`."""
-    if columns.done is None:
+    """Run a prepared call, and record its elements in `done`, as in `Columns`."""
+    call = prepared(function, lengths, addresses, scalars, dtypes, widths)
+    if done is None:
         call()
     else:
-        columns.done.extend(zip((sum(lengths),), map(_call, (call,)), strict=True))
+        done.extend(zip((sum(lengths),), map(_call, (call,)), strict=True))
 
 
 class Kernel(OnDemand):
@@ -154,8 +151,7 @@ class Kernel(OnDemand):
             if compiled is not None:
                 dtypes = self.signature.scalars
                 widths = lengths if columns.shared else None
-                call = prepared(compiled, lengths, addresses, scalars, dtypes, widths)
-                _run_and_record(call, columns, lengths)
+                launch(compiled, lengths, addresses, scalars, dtypes, widths, columns.done)
                 return
         elif (
             has_data
@@ -190,8 +186,7 @@ class Kernel(OnDemand):
             return False
         padded, widths = [BLOCK_SIZE * x for x in blocks], [shape[1:].numel() for shape in shapes]
         scalars, dtypes = columns.every_scalar(), self.signature.scalars
-        call = prepared(compiled, padded, addresses, scalars, dtypes, widths)
-        _run_and_record(call, columns, lengths)
+        launch(compiled, padded, addresses, scalars, dtypes, widths)
         return True
 
     def compiled(self, elements: int, calls: int = 1) -> cpu.Launch | None:

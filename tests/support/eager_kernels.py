@@ -22,9 +22,10 @@ def _launch(kernel: execute.Kernel) -> Callable[[int, int, int, int], None]:
     signature = kernel.signature
     dtypes = (*signature.vectors, *signature.outputs)
     wholes = signature.scalars.count(torch.int64)
+    first = 1 + len(dtypes) + bool(signature.shared)  # the lengths of rows, too
 
     def launch(words: int, numbers: int, count: int, threads: int) -> None:
-        columns = _at(words, (1 + len(dtypes) + wholes) * count, torch.int64).view(-1, count)
+        columns = _at(words, (first + wholes) * count, torch.int64).view(-1, count)
         floats = [] if wholes == len(signature.scalars) else _at(
             numbers, (len(signature.scalars) - wholes) * count, torch.float64
         ).view(-1, count)  # fmt: skip
@@ -36,7 +37,7 @@ def _launch(kernel: execute.Kernel) -> Callable[[int, int, int, int], None]:
                 is_shared = i in signature.shared
                 own = _at(left[i], length // BLOCK_SIZE if is_shared else length, dtype)
                 tensors.append(own.view((-1, 1) if is_shared else shape))
-            integers = iter(columns[1 + len(dtypes) :, row])
+            integers = iter(columns[first:, row])
             others = iter([x[row] for x in floats])
             scalars = [next(integers if x == torch.int64 else others) for x in signature.scalars]
             vectors = tensors[: len(signature.vectors)]
@@ -59,5 +60,8 @@ def eager_kernels() -> Iterator[list[object]]:
         ran.append(self.body)
         return _launch(self)
 
-    with mock.patch.object(execute.Kernel, "compiled", compiled):
+    with (
+        mock.patch.object(execute.Kernel, "compiled", compiled),
+        mock.patch.object(execute.Kernel, "run_rows", return_value=False),
+    ):
         yield ran
