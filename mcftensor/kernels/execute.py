@@ -304,7 +304,9 @@ def _run(body: Body, columns: Columns) -> None:
         if elements.count(own) == len(lengths):
             kernel.run(columns, own, asked)
             return
-        if shared and kernel.run_rows(columns, own, asked):
+        # None broadcasts: rows are read from every tensor.
+        are_alike = shared and all(x == own for i, x in enumerate(lengths) if i not in shared)
+        if are_alike and kernel.run_rows(columns, own, asked):
             return
     flat: list[int] = []
     others: list[int] = []

@@ -9,7 +9,8 @@ from torch import nn
 
 import mcftensor as mcf
 from mcftensor.arithmetic.number_protocol import Sum
-from mcftensor.kernels import cpu
+from mcftensor.kernels import Columns, cpu, run
+from mcftensor.kernels.block_scales import block_max
 from mcftensor.kernels.eager import indices
 from mcftensor.kernels.execute import Kernel
 from mcftensor.passes import optimizer_steps
@@ -109,6 +110,24 @@ def test_rows_that_end_in_a_part_of_a_block(format, shape, kernels_used):
 
     same("cpp", decode)
     assert kernels_used
+
+
+def added(vectors, scalars, index):
+    y = vectors[0] + vectors[1]
+    return [y, block_max(y.abs().view(torch.int32))]
+
+
+def test_rows_beside_a_vector_that_broadcasts(kernels_used):
+    x, one = torch.rand(600, 1000), torch.rand(1000)
+
+    def run_added():
+        outputs = [torch.empty(600, 1000), torch.empty(600, 32, dtype=torch.int32)]
+        run(added, Columns([[x], [one]], [], [[y] for y in outputs], (), frozenset([3])))
+        return outputs
+
+    same("cpp", run_added)
+    assert torch.equal(run_added()[0], x + one)
+    assert not kernels_used
 
 
 @pytest.fixture
