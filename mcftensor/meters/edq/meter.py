@@ -412,7 +412,7 @@ class EDQ(Handle):
             }
             held = optimizer.state[s.place.parameter][state]
             for kind, figure in figures.items():
-                unheld.setdefault(kind, {})[f"{state} of {name}"] = figure, held
+                unheld[kind][f"{state} of {name}"] = figure, held
         self.states.append({x: state_reading(self._steps, rows) for x, rows in of_all.items()})
         warn_of_unheld(optimizer, unheld)
 
