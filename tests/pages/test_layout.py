@@ -26,7 +26,7 @@ BUDGETS = {
     "meters": 1430,
     "operators": 2280,
     "passes": 2350,
-    "patches": 1990,
+    "patches": 2050,
     "reproducible": 3100,
     "scaling": 2674,
     "serving": 1110,
