@@ -204,7 +204,7 @@ def _as_solved(a: Tensor) -> Tensor:
 @functools.cache
 def _solves_by_transposes() -> bool:
     """Return whether PyTorch factors the transposes of contiguous matrices, as before 2.11."""
-    a = torch.tensor([[2.0, 1.0], [0.0, 2.0]])
+    a = torch.tensor([[2.0, 1.0], [0.0, 2.0]], device="cpu")
     return bool(torch.ops.aten._linalg_solve_ex(a, a)[1][1, 0])
 
 
