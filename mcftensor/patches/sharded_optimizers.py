@@ -213,8 +213,8 @@ def _gathered(gather: Callable[[], Tensor], given: dict[str, Any]) -> Tensor:
     optimizer = given["self"]
     if not _are_sharded(optimizer._params):
         return gather()
-    stand_ins = SimpleNamespace(_params=list(map(_whole_gradient, optimizer._params)))
-    given["self"] = stand_ins
+    stand_ins = {"_params": list(map(_whole_gradient, optimizer._params))}
+    given["self"] = SimpleNamespace(**vars(optimizer) | stand_ins)
     return gather()
 
 
