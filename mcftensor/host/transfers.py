@@ -53,10 +53,14 @@ class Link:
         self._down.wait_stream(self._current())
         for source, target in self._pieces(x, made):
             slot = self._free.get()
-            staged = slot.like(source)
-            with self._down:
-                staged.copy_(source, non_blocking=True)
-            slot.event.record(self._down)
+            try:
+                staged = slot.like(source)
+                with self._down:
+                    staged.copy_(source, non_blocking=True)
+                slot.event.record(self._down)
+            except BaseException:  # such as a device without memory
+                self._free.put(slot)
+                raise
             submit(self._land, slot, staged, target)
         x.record_stream(self._down)
         return made

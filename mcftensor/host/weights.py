@@ -44,6 +44,9 @@ from mcftensor.training.step_warnings import PlainParameterWarning, warn
 Ends = dict[Callable[[], None], None]
 """What is to be called at the end of a backward pass, in order."""
 
+Writes = list[tuple[Tensor, int]]
+"""Tensors that are one in memory, and how often each was written to."""
+
 
 class _Part(nn.Module):
     """A module of the host: its parameters have the names that they have in the model.
@@ -109,7 +112,7 @@ class HostWeights(_Part, Handle):
         self._worker: ThreadPoolExecutor | None = None
         self._staging_bytes = staging_bytes
         self._links: dict[torch.device, Link] = {}
-        self._sent: dict[Tensor, tuple[int, list[tuple[Tensor, int]]]] = {}
+        self._sent: dict[Tensor, tuple[Writes, Writes]] = {}  # on the device, on the host
         self._undo = contextlib.ExitStack()
 
     # ---------------------------------------------------------------------------------- reports
@@ -145,7 +148,7 @@ class HostWeights(_Part, Handle):
         """
         written = [p for p in self._names if not self._is_sent(p)]
         for p in written:
-            if p in self._sent and local(p)._version != self._sent[p][0]:
+            if p in self._sent and _are_written(self._sent[p][0]):
                 raise self._is_torn(p)
         self._push(written)
         self._wait()
@@ -188,6 +191,7 @@ class HostWeights(_Part, Handle):
                     f"{source.dtype} on the host now, and the model computes in {target.dtype}; "
                     "change the format to one of that base"
                 )
+            self._sent.pop(p, None)  # until the copy is made
             link = self._link(target.device)
             if link is None or source.stride() != target.stride() or not is_dense(target):
                 target.copy_(source)
@@ -200,15 +204,15 @@ class HostWeights(_Part, Handle):
 
     def _note(self, p: Tensor) -> None:
         """Note that the device has the leading terms of a parameter."""
-        self._sent[p] = local(p)._version, _writes(self._host[p])
+        self._sent[p] = _writes(p), _writes(self._host[p])
 
     def _is_sent(self, p: Tensor) -> bool:
         """Whether nobody has written to a parameter on the host since `_note`."""
-        known = self._sent.get(p)
-        now = _writes(self._host[p])
-        return known is not None and all(
-            x is y and count == number
-            for (x, count), (y, number) in zip(known[1], now, strict=True)
+        if p not in self._sent:
+            return False
+        known, now = self._sent[p][1], _writes(self._host[p])
+        return all(x is y for (x, _), (y, _) in zip(known, now, strict=False)) and not _are_written(
+            known
         )
 
     # --------------------------------------------------------------------------------- gradients
@@ -310,8 +314,10 @@ class HostWeights(_Part, Handle):
 
     def after_step(self, parameters: Iterable[Tensor]) -> None:
         """Send parameters that were stepped to the device; fused steps do not count writes."""
-        if self._active:
-            self._push(self._device[i] for h in parameters if (i := id(h)) in self._device)
+        stepped = [self._device[i] for h in parameters if (i := id(h)) in self._device]
+        if self._active and stepped:
+            failed = [p for p in self._names if p not in self._sent]
+            self._push([*failed, *stepped])
             if not is_beside_backward():
                 self._wait()
 
@@ -319,7 +325,7 @@ class HostWeights(_Part, Handle):
     def _take_writes(self) -> None:
         """Take over what was written to the model, other than through `p.data`."""
         for p in self._names:
-            if local(p)._version != self._sent[p][0]:
+            if p in self._sent and _are_written(self._sent[p][0]):
                 self._take_over(p)
 
     def _concerns(self, optimizer: Optimizer) -> bool:
@@ -538,10 +544,15 @@ def _leading(x: Tensor) -> Tensor:
     return x.compute_tensor if isinstance(x, MCFTensor) else x.detach()
 
 
-def _writes(x: Tensor) -> list[tuple[Tensor, int]]:
-    """Return what a tensor is stored in, and how often each part was written to."""
-    own = local(x)  # operations count writes to an expansion, fused steps those to its parts
-    return [(y, y._version) for y in (own, *(own._held() if isinstance(own, MCFTensor) else ()))]
+def _writes(x: Tensor) -> Writes:
+    """Return a tensor, its shard and its components: each kind of write counts in one of them."""
+    own = local(x)
+    parts = own._held() if isinstance(own, MCFTensor) else ()
+    return [(y, y._version) for y in (x, own, *parts)]
+
+
+def _are_written(known: Writes) -> bool:
+    return any(x._version != count for x, count in known)
 
 
 def _bits(x: Tensor) -> Tensor:
