@@ -472,7 +472,7 @@ CLIPS = rows(
     "`clip_grad_value_` find no gradients and clip nothing.",
     loss="clip_grad_norm_ returns 0 and clips nothing when gradients are released; give "
     "mcf.step_in_backward clip_by_previous_norm, and clip the parameters of mcf.host.weights.",
-    when="mcf.step_in_backward(model, optimizer) and mcf.host.weights(model)",
+    when="mcf.step_in_backward(model, optimizer)",
     change=_asking_first,
     takes=("parameters",),
 )
