@@ -92,12 +92,10 @@ _OF_WIDE: set[Callable[..., Any]] = {
     *(F.gelu, torch.logaddexp2, Tensor.logaddexp2),
     *(
         function
-        for name in ("exp2", "log2", "log10", "erf", "erfc", "ndtr", "erfinv", "sinc")
-        for function in derivatives.functions(name)
-    ),
-    *(
-        function
-        for name in ("tanhshrink", "deg2rad", "rad2deg")
+        for name in (
+            *("exp2", "log2", "log10", "erf", "erfc", "ndtr"),
+            *("erfinv", "sinc", "tanhshrink", "deg2rad", "rad2deg"),
+        )
         for function in derivatives.functions(name)
     ),
 }

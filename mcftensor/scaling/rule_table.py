@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from mcftensor.dispatch.foreach import ListCall
 from mcftensor.dispatch.operands import leaves
-from mcftensor.dispatch.registry import Handler, handler_of
+from mcftensor.dispatch.registry import TABLE, Handler, handler_of
 from mcftensor.scaling.exponents import Exponent
 from mcftensor.scaling.scaled import each_made_of, is_scaled
 from mcftensor.scaling.scaled_format import ScaledFormat, promoted
@@ -111,6 +111,19 @@ def homogeneous(
         return tuple(map(as_number, made)) if isinstance(made, tuple) else as_number(made)
 
 
+def handled_by(*handlers: Handler) -> list[Any]:
+    """Return the operators that expansions without scales carry out by some handlers."""
+    return [func for func, handler in TABLE.items() if handler in handlers]
+
+
+def _register_gradient(func: Any) -> None:
+    """Register a backward operator, which is proportional to its first operand, the gradient."""
+    first, *others = func._schema.arguments
+    if func.overloadpacket.__name__.endswith("_backward") and first.name.startswith("grad"):
+        is_of_loss = any(x.name == "reduction" for x in others)
+        homogeneous(func, placing="by size" if is_of_loss else "by rule")
+
+
 @functools.lru_cache(maxsize=256)
 def _places_of_numbers(operator: Any) -> list[int]:
     names = ("self", "other", "src", "source", "min", "max")
@@ -154,6 +167,8 @@ def follow_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 @functools.lru_cache(maxsize=4096)
 def _handler(func: Any) -> Handler:
     own: Handler | None = None
+    if func not in RULES and not func._schema.is_mutable:
+        _register_gradient(func)
     if func in RULES:
         own = functools.partial(_finished, RULES[func])
     elif "out" in func._overloadname.split("_"):

@@ -8,13 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.operands import refusal
-from mcftensor.dispatch.registry import TABLE
 from mcftensor.formats.moving import move_component
 from mcftensor.kernels.columns import on_device
-from mcftensor.operators.structure import move_elements
+from mcftensor.operators.comparison import all_equal, by_rank, compare
+from mcftensor.operators.structure import (
+    filled_like,
+    item,
+    layer,
+    like,
+    move_elements,
+    new,
+    new_filled,
+    view,
+    view_as_complex,
+)
 from mcftensor.scaling.exponents import ANY, times_any_power
-from mcftensor.scaling.rule_table import aten, homogeneous, rule
+from mcftensor.scaling.rule_table import aten, handled_by, homogeneous, rule
 from mcftensor.scaling.scaled import ScaledTensor, each_made_of, is_all, is_scaled, made_of
 from mcftensor.scaling.scaled_format import TOPS, ScaledFormat, of_dtype
 from mcftensor.scaling.scaled_numbers import (
@@ -31,11 +40,9 @@ from mcftensor.tensor.tensor import MCFTensor
 
 
 @rule(
-    *(func for func, handler in TABLE.items() if handler is move_elements),
-    aten._unsafe_view.default,  # flatten and reshape of non-contiguous tensors
+    *handled_by(move_elements, layer, view),
     aten.view_as_real_copy.default,
     aten.lift_fresh.default,  # torch.tensor and checkpoints
-    *(aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.im2col.default),
     takes_operator=True,
 )
 def _moved(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
@@ -44,9 +51,7 @@ def _moved(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     return each_made_of([move_component(func, y, args, kwargs) for y in data], s.clone(), x._format)
 
 
-@rule(aten.view_as_complex.default)
-def _as_complex(x: ScaledTensor) -> Any:
-    raise refusal(aten.view_as_complex.default, [x], "its result is complex")
+rule(*handled_by(view_as_complex), takes_operator=True)(view_as_complex)
 
 
 @rule(aten.constant_pad_nd, keeps_tails=True)
@@ -122,11 +127,7 @@ def encoded(x: Tensor, format: ScaledFormat) -> ScaledTensor:
 # ---------------------------------------------------------------------------------------- making
 
 
-@rule(
-    *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like),
-    *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided),
-    takes_operator=True,
-)
+@rule(*handled_by(like, new, filled_like, new_filled), takes_operator=True)
 def _made(
     func: Any, x: ScaledTensor, *args: Any, dtype: torch.dtype | None = None, **how: Any
 ) -> Any:
@@ -249,14 +250,12 @@ def _is_pinned(x: ScaledTensor, *args: Any) -> bool:
     return x._component0.is_pinned()
 
 
+# The order of numbers does not depend on the scale. The next rule replaces that of argmax.
+homogeneous(*handled_by(by_rank))
+
+
 @rule(
-    *(
-        getattr(packet, name)
-        for packet in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
-        for name in ("Scalar", "Tensor")
-    ),
-    aten._local_scalar_dense.default,
-    aten.equal.default,
+    *handled_by(compare, all_equal, item),
     aten.isnan.default,
     aten.isinf.default,
     aten.isfinite.default,

@@ -13,7 +13,7 @@ deviations from it. They are evaluated on the differences from the largest eleme
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from mcftensor.formats import Format
 from mcftensor.kernels.without_float64 import widest
 from mcftensor.passes.format_conversion import rest_of
 from mcftensor.tensor import MCFTensor
-from mcftensor.wide.beyond_float64 import by_algorithm
+from mcftensor.wide.beyond_float64 import DIFFERENCES, SPREADS, by_algorithm
 from mcftensor.wide.elementary import nearest_value
 
 aten = torch.ops.aten
@@ -43,82 +43,42 @@ _INSENSITIVE = {
 """Functions with |x f'(x)| <= |f(x)|: an argument rounded to float64 changes them by 2^-53 of their
 size at most."""
 
-_UNTAGGED = {
-    aten.elu_backward,
-    aten.floor_divide,
-    aten.hardshrink_backward,
-    aten.hardsigmoid_backward,
-    aten.hardswish,
-    aten.hardswish_backward,
-    aten.hardtanh_backward,
-    aten.leaky_relu_backward,
-    aten.mish_backward,
-    aten.softplus_backward,
-    aten.softshrink_backward,
-}
-"""Elementwise functions that PyTorch does not tag as pointwise."""
+_UNTAGGED = {aten.floor_divide, aten.hardswish}
+"""Elementwise functions that PyTorch does not tag as pointwise, other than gradients."""
 
 
-_OF_SPREADS = {
-    aten.var.correction,  # x.var
-    aten.std.correction,  # x.std
-    aten.var_mean.correction,  # torch.var_mean
-    aten.std_mean.correction,  # torch.std_mean
-    aten.native_layer_norm.default,  # F.layer_norm
-    aten.native_layer_norm_backward.default,  # its gradients
-    aten.native_group_norm.default,  # F.group_norm
-    aten.native_group_norm_backward.default,  # its gradients
-    aten.native_batch_norm.default,  # F.batch_norm, F.instance_norm
-    aten.native_batch_norm_backward.default,  # their gradients
-    aten.batch_norm_backward.default,  # of the norms of torch.export
-    aten.cudnn_batch_norm_backward.default,  # on a GPU
-    aten.miopen_batch_norm_backward.default,  # on one of AMD
-}
-"""Variances, and norms of rows or channels."""
-
-_OF_DIFFERENCES = {
-    aten._softmax.default,  # x.softmax
-    aten._log_softmax.default,  # x.log_softmax, F.cross_entropy
-    aten.logsumexp.default,  # x.logsumexp
-    aten.logcumsumexp.default,  # x.logcumsumexp
-    aten.mean.default,  # x.mean(), gradients of x.var
-    aten.mean.dim,  # x.mean(0), torch.cov
-    aten.multi_margin_loss.default,  # F.multi_margin_loss
-    aten.multi_margin_loss_backward.default,  # its gradients
-    aten.multilabel_margin_loss_forward.default,  # F.multilabel_margin_loss
-    aten.multilabel_margin_loss_backward.default,  # its gradients
-    aten.mse_loss.default,  # F.mse_loss
-    aten.mse_loss_backward.default,  # its gradients
-    aten.huber_loss.default,  # F.huber_loss
-    aten.huber_loss_backward.default,  # its gradients
-    aten.smooth_l1_loss.default,  # F.smooth_l1_loss
-    aten.smooth_l1_loss_backward.default,  # its gradients
-    aten.binary_cross_entropy.default,  # F.binary_cross_entropy
-    aten.binary_cross_entropy_backward.default,  # its gradients
-    aten.dist.default,  # torch.dist
-    aten._cdist_forward.default,  # torch.cdist
-    aten._cdist_backward.default,  # its gradients
-    aten._pdist_forward.default,  # F.pdist
-    aten._pdist_backward.default,  # its gradients
-    aten.allclose.default,  # torch.allclose
-}
-"""Other functions of differences of elements."""
+def _is_in(table: Mapping[str, Any], func: Any) -> bool:
+    return func.namespace == "aten" and func.overloadpacket.__name__ in table
 
 
 @functools.lru_cache(maxsize=4096)
 def are_corrected(func: Any) -> bool:
     """Return whether results of an operation are corrected."""
-    return func in _OF_DIFFERENCES or func in _OF_SPREADS or is_elementwise(func)
+    return func is not None and (
+        _is_in(DIFFERENCES, func) or _is_in(SPREADS, func) or is_elementwise(func)
+    )
 
 
 def is_elementwise(func: Any) -> bool:
     """Return whether an operation is an elementwise function that a rounded argument changes."""
     return (
-        func is not None
-        and func.overloadpacket not in _INSENSITIVE
-        and (torch.Tag.pointwise in func.tags or func.overloadpacket in _UNTAGGED)
+        func.overloadpacket not in _INSENSITIVE
+        and (_is_pointwise(func) or _is_pointwise(_forward_of(func)))
         and torch.Tag.nondeterministic_seeded not in func.tags
     )
+
+
+def _is_pointwise(func: Any) -> bool:
+    return func is not None and (
+        torch.Tag.pointwise in func.tags or func.overloadpacket in _UNTAGGED
+    )
+
+
+def _forward_of(func: Any) -> Any:
+    """Return the function of a gradient, or None; PyTorch does not tag all gradients."""
+    name = func.overloadpacket.__name__
+    packet = getattr(aten, name.removesuffix("_backward"), None)
+    return getattr(packet, "default", None) if name.endswith("_backward") else None
 
 
 def from_all_terms(numbers: WidenedArguments, result: Any) -> Any:
@@ -128,8 +88,8 @@ def from_all_terms(numbers: WidenedArguments, result: Any) -> Any:
     results of functions of differences may be expansions.
     """
     func, args, kwargs = numbers.call
-    is_spread = func in _OF_SPREADS
-    if not is_spread and func not in _OF_DIFFERENCES:
+    is_spread = _is_in(SPREADS, func)
+    if not is_spread and not _is_in(DIFFERENCES, func):
         return _of_elements(numbers, result)
     if are_rests(numbers.rests.values()):
         return by_algorithm(func, longer_format((args, kwargs)), *args, **kwargs)
