@@ -267,13 +267,13 @@ SPACED: dict[str, Callable[..., Tensor]] = {"arange": _arange, "linspace": _lins
 
 # --------------------------------------------------------------------------------- all by name
 
-SPREADS: dict[str, Callable[..., Any]] = {
+MOMENTS: dict[str, Callable[..., Any]] = {
     "var_mean": var_mean,  # torch.var_mean
     "std_mean": std_mean,  # torch.std_mean
     "var": lambda *args, **options: var_mean(*args, **options)[0],  # x.var
     "std": lambda *args, **options: std_mean(*args, **options)[0],  # x.std
-    **decompositions.SPREADS,  # F.layer_norm
 }
+SPREADS = MOMENTS | decompositions.SPREADS
 """Variances, and norms of rows or channels."""
 
 DIFFERENCES: dict[str, Callable[..., Any]] = {
