@@ -27,6 +27,7 @@ from mcftensor.dispatch.default_handler import explained, unlike_dtypes
 from mcftensor.dispatch.operands import (
     common_format,
     expansions,
+    is_float,
     leaves,
     mapped,
     plainly,
@@ -231,7 +232,7 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     def widen(x: Any) -> Any:
         if isinstance(x, MCFTensor):
             return converted(x, x.format, wide)
-        if isinstance(x, Tensor) and x.is_floating_point():
+        if is_float(x):
             return x.to(wide.dtype)
         return wide.dtype if x == format.dtype and isinstance(x, torch.dtype) else x
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from mcftensor.dispatch.foreach import ListCall
-from mcftensor.dispatch.operands import leaves
+from mcftensor.dispatch.operands import is_float, leaves
 from mcftensor.dispatch.registry import TABLE, Handler, handler_of
 from mcftensor.scaling.exponents import Exponent
 from mcftensor.scaling.scaled import each_made_of, is_scaled
@@ -134,8 +134,7 @@ def plain_operand(x: Any) -> Any:
     """Return an operand in float32; indices and masks unchanged."""
     if is_scaled(x):
         return number(x).plain()
-    is_float = isinstance(x, Tensor) and x.is_floating_point()
-    return x.to(torch.float32) if is_float else x
+    return x.to(torch.float32) if is_float(x) else x
 
 
 @contextlib.contextmanager

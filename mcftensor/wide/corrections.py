@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.operands import expansions, leaves, mapped, named_arguments
+from mcftensor.dispatch.operands import expansions, is_float, leaves, mapped, named_arguments
 from mcftensor.dispatch.rounded_arguments import WidenedArguments, are_rests, places_of_rests
 from mcftensor.dispatch.system import WIDE, evaluated
 from mcftensor.formats import Format
@@ -109,13 +109,9 @@ def in_longer_format(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     format = longer_format((args, kwargs))
 
     def enter(x: Any) -> Any:
-        return nearest_value(x, format) if _is_float(x) else x
+        return nearest_value(x, format) if is_float(x) else x
 
     return func(*mapped(enter, args), **mapped(enter, kwargs))
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _below_largest(func: Any, numbers: WidenedArguments) -> Any:
@@ -125,7 +121,7 @@ def _below_largest(func: Any, numbers: WidenedArguments) -> Any:
     that does not train is evaluated on the differences from the running means.
     """
     given = mapped(
-        lambda x: numbers.enter(x) if _is_float(x) else x, named_arguments(func, *numbers.call[1:])
+        lambda x: numbers.enter(x) if is_float(x) else x, named_arguments(func, *numbers.call[1:])
     )
     name = "self" if "self" in given else "input"
     x = rows = given[name]
