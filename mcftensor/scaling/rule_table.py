@@ -117,11 +117,19 @@ def handled_by(*handlers: Handler) -> list[Any]:
 
 
 def _register_gradient(func: Any) -> None:
-    """Register a backward operator, which is proportional to its first operand, the gradient."""
+    """Register the backward operator of an operator with a rule.
+
+    It is proportional to its first operand, the gradient.
+    """
     first, *others = func._schema.arguments
-    if func.overloadpacket.__name__.endswith("_backward") and first.name.startswith("grad"):
-        is_of_loss = any(x.name == "reduction" for x in others)
-        homogeneous(func, placing="by size" if is_of_loss else "by rule")
+    name = func.overloadpacket.__name__
+    if name.endswith("_backward") and first.name.startswith("grad"):
+        forward = name.removesuffix("_backward")
+        packets = [getattr(aten, x, None) for x in (forward, f"{forward}_forward")]
+        overloads = [getattr(x, y) for x in packets if x is not None for y in x.overloads()]
+        if not RULES.keys().isdisjoint(overloads):
+            is_of_loss = any(x.name == "reduction" for x in others)
+            homogeneous(func, placing="by size" if is_of_loss else "by rule")
 
 
 @functools.lru_cache(maxsize=256)

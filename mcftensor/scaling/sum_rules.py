@@ -128,8 +128,9 @@ def _spread(func: Any, gradient: Any, x: Any, *how: Any, **also: Any) -> Unround
 
 # Means of neighbours and sums of a few numbers keep the scale.
 homogeneous(
-    *(aten.col2im.default, aten.upsample_linear1d.default, aten.upsample_bilinear2d.default),
-    *(aten.upsample_bicubic2d.default, aten.upsample_trilinear3d.default),
+    *(aten.unfold_backward.default, aten.col2im.default, aten.upsample_linear1d.default),
+    *(aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default),
+    aten.upsample_trilinear3d.default,
 )
 
 # ----------------------------------------------------------------------------- spread and norms
