@@ -32,14 +32,10 @@ class Link:
     Args:
         device: an accelerator.
         staging_bytes: of pinned memory, for both directions together.
-        submit: calls a function in the thread that works on what has arrived, in order.
     """
 
-    def __init__(
-        self, device: torch.device, staging_bytes: int, submit: Callable[..., None]
-    ) -> None:
+    def __init__(self, device: torch.device, staging_bytes: int) -> None:
         self._device = device
-        self._submit = submit
         self._size = max(staging_bytes // (2 * SLOTS) // 16 * 16, 16)
         self._down, self._up = torch.Stream(device), torch.Stream(device)
         self._free: SimpleQueue[_Slot] = SimpleQueue()
@@ -47,20 +43,25 @@ class Link:
             self._free.put(_Slot(self._size, device))
         self._turns = itertools.cycle([_Slot(self._size, device) for _ in range(SLOTS)])
 
-    def down(self, x: Tensor) -> Tensor:
+    def down(self, x: Tensor, submit: Callable[..., None]) -> Tensor:
         """Return a tensor on the host that has the numbers of x when what is submitted next runs.
 
-        The caller may let go of x. It waits where all pinned memory is filled.
+        The caller may let go of x. It waits where all pinned memory is filled. `submit` calls a
+        function in the thread that works on what has arrived, in order.
         """
         made = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu")
         self._down.wait_stream(self._current())
         for source, target in self._pieces(x, made):
             slot = self._free.get()
-            staged = slot.like(source)
-            with self._down:
-                staged.copy_(source, non_blocking=True)
-            slot.event.record(self._down)
-            self._submit(self._land, slot, staged, target)
+            try:
+                staged = slot.like(source)
+                with self._down:
+                    staged.copy_(source, non_blocking=True)
+                slot.event.record(self._down)
+            except BaseException:  # such as a device without memory
+                self._free.put(slot)
+                raise
+            submit(self._land, slot, staged, target)
         x.record_stream(self._down)
         return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mcftensor.checkpoint.checkpoint_error import some
 from mcftensor.convert import Overrides, as_expansion
@@ -40,6 +40,12 @@ from mcftensor.training.gradient_hooks import (
     trained,
 )
 from mcftensor.training.step_warnings import PlainParameterWarning, warn
+
+Ends = dict[Callable[[], None], None]
+"""What is to be called at the end of a backward pass, in order."""
+
+Writes = list[tuple[Tensor, int]]
+"""Tensors that are one in memory, and how often each was written to."""
 
 
 class _Part(nn.Module):
@@ -98,16 +104,15 @@ class HostWeights(_Part, Handle):
             part._parameters = {name: self._host.get(p, p) for name, p in own}  # type: ignore[arg-type]
             part._buffers = module._buffers
             part._non_persistent_buffers_set = module._non_persistent_buffers_set
-        self._ids = {id(h) for h in self._host.values()}
+        self._device = {id(h): p for p, h in self._host.items()}
+        self._stepping: list[Tensor] = []  # the parameters that a step has gradients of
         self._lock = threading.RLock()  # backward runs one thread for each device
         self._jobs: list[Future[None]] = []
-        self._ends: dict[Callable[[], None], None] = {}
+        self._ends: dict[int, Ends] = {}
         self._worker: ThreadPoolExecutor | None = None
         self._staging_bytes = staging_bytes
         self._links: dict[torch.device, Link] = {}
-        self._arrived: dict[Tensor, None] = {}  # whose gradients came, and that were not stepped
-        self._stepping: list[Tensor] = []  # by a step that is running
-        self._sent: dict[Tensor, tuple[int, list[tuple[Tensor, int]]]] = {}
+        self._sent: dict[Tensor, tuple[Writes, Writes]] = {}  # on the device, on the host
         self._undo = contextlib.ExitStack()
 
     # ---------------------------------------------------------------------------------- reports
@@ -139,10 +144,14 @@ class HostWeights(_Part, Handle):
 
         Raises:
             TypeError: a weight on the host has another dtype now than the one on the device.
+            RuntimeError: a weight was written to on the device, too.
         """
-        self._push(p for p in self._names if not self._is_sent(p))
-        for link in self._links.values():
-            link.wait_after()
+        written = [p for p in self._names if not self._is_sent(p)]
+        for p in written:
+            if p in self._sent and _are_written(self._sent[p][0]):
+                raise self._is_torn(p)
+        self._push(written)
+        self._wait()
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -159,14 +168,16 @@ class HostWeights(_Part, Handle):
         own, host = local(p.detach()).to("cpu"), local(self._host[p])
         changed = _bits(own) != _bits(_leading(host))
         if changed.any() and not self._is_sent(p):
-            raise RuntimeError(
-                f"mcf.host.weights: {self._names[p]} of shape {tuple(p.shape)} was written to both "
-                "on the host and on the device; call push() after the one and pull() after the "
-                "other"
-            )
+            raise self._is_torn(p)
         if changed.any():
             host[changed] = own[changed]
         self._note(p)
+
+    def _is_torn(self, p: Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"mcf.host.weights: {self._names[p]} of shape {tuple(p.shape)} was written to on the "
+            "host and on the device; call push() after the one, before the other"
+        )
 
     @torch.no_grad()
     def _push(self, parameters: Iterable[Tensor]) -> None:
@@ -180,6 +191,7 @@ class HostWeights(_Part, Handle):
                     f"{source.dtype} on the host now, and the model computes in {target.dtype}; "
                     "change the format to one of that base"
                 )
+            self._sent.pop(p, None)  # until the copy is made
             link = self._link(target.device)
             if link is None or source.stride() != target.stride() or not is_dense(target):
                 target.copy_(source)
@@ -192,15 +204,15 @@ class HostWeights(_Part, Handle):
 
     def _note(self, p: Tensor) -> None:
         """Note that the device has the leading terms of a parameter."""
-        self._sent[p] = local(p)._version, _writes(self._host[p])
+        self._sent[p] = _writes(p), _writes(self._host[p])
 
     def _is_sent(self, p: Tensor) -> bool:
         """Whether nobody has written to a parameter on the host since `_note`."""
-        known = self._sent.get(p)
-        now = _writes(self._host[p])
-        return known is not None and all(
-            x is y and count == number
-            for (x, count), (y, number) in zip(known[1], now, strict=True)
+        if p not in self._sent:
+            return False
+        known, now = self._sent[p][1], _writes(self._host[p])
+        return all(x is y for (x, _), (y, _) in zip(known, now, strict=False)) and not _are_written(
+            known
         )
 
     # --------------------------------------------------------------------------------- gradients
@@ -213,74 +225,71 @@ class HostWeights(_Part, Handle):
         """Send a finished gradient to the host."""
         if p.grad is None or p.grad.requires_grad or not self.takes(p):
             return  # one with a graph is about to be differentiated
-        at_end_of_backward(self._finish)
-        self._send(p)
-
-    def _send(self, p: Tensor) -> None:
-        grad = p.grad
-        assert grad is not None
         with self._lock:
-            own = local(grad.detach())
-            link = self._link(own.device)
-            if link is None or type(own) is not Tensor or not is_dense(own):
-                arriving = own.to("cpu", copy=own._is_view())
-            else:
-                arriving = link.down(own)
-            p.grad = None
-            self._submit(self._arrive, p, on_local(lambda _: arriving, grad.detach()))
+            self._send(p, torch._C._current_graph_task_id())
 
-    def _arrive(self, p: Tensor, grad: Tensor) -> None:
-        """Add a gradient on the host, call hooks, and send the weights that these have stepped."""
-        host = self._host[p]
+    def _send(self, p: Tensor, backward: int) -> None:
+        """Send a gradient to the host; `backward` is the number of a pass, or -1 outside of one."""
+        if backward not in self._ends:
+            self._ends[backward] = {}
+            if backward >= 0:
+                at_end_of_backward(lambda: self._finish(backward))
+        submit = functools.partial(self._submit, self._ends[backward])
+        assert p.grad is not None
+        grad = p.grad.detach()
+        own = local(grad)
+        link = self._link(own.device)
+        if link is None or type(own) is not Tensor or not is_dense(own):
+            arriving = own.to("cpu", copy=own._is_view())
+        else:
+            arriving = link.down(own, submit)
+        p.grad = None
+        submit(self._arrive, self._host[p], on_local(lambda _: arriving, grad))
+
+    def _arrive(self, host: Tensor, grad: Tensor) -> None:
+        """Add a gradient on the host, and call the hooks of its parameter."""
         if host.grad is None:
             host.grad = grad
         elif grad.is_sparse:
             host.grad = host.grad + grad
         else:
             host.grad.add_(grad)
-        self._arrived[p] = None
         call_hooks(host)
-        self._push_stepped()
 
-    def _push_stepped(self) -> None:
-        """Send the weights that a step in backward has stepped, and has released the gradients."""
-        stepped = [p for p in self._arrived if self._host[p].grad is None]
-        for p in stepped:
-            del self._arrived[p]
-        self._push(stepped)
-
-    def _submit(self, function: Callable[..., None], *args: Any) -> None:
+    def _submit(self, ends: Ends, function: Callable[..., None], *args: Any) -> None:
         """Call a function in the thread beside backward, after those before."""
 
         def work() -> None:
-            with beside_backward(self._ends), torch.no_grad():
+            with beside_backward(ends), torch.no_grad():
                 function(*args)
 
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "mcftensor-host")
         self._jobs.append(self._worker.submit(work))
 
-    def _finish(self) -> None:
+    def _finish(self, backward: int) -> None:
         """Wait until all gradients have arrived, and raise what was raised beside backward."""
         jobs, self._jobs = self._jobs, []
         errors = [error for job in jobs if (error := job.exception()) is not None]
-        ends = [*self._ends]
-        self._ends.clear()
+        ends = self._ends.pop(backward, {})
         try:
             if errors:
                 raise errors[0]
             for end in ends:
                 end()
         finally:
-            self._push_stepped()
-            self._arrived.clear()
-        self.push()
+            self._wait()
+
+    def _wait(self) -> None:
+        """Have devices compute on after the copies to them."""
+        for link in self._links.values():
+            link.wait_after()
 
     def _link(self, device: torch.device) -> Link | None:
         if device.type == "cpu":
             return None
         if device not in self._links:
-            self._links[device] = Link(device, self._staging_bytes, self._submit)
+            self._links[device] = Link(device, self._staging_bytes)
         return self._links[device]
 
     # ------------------------------------------------------------------------------------- hooks
@@ -292,45 +301,57 @@ class HostWeights(_Part, Handle):
         self._require_known(optimizer)
         for p in self._names:
             if p.grad is not None:  # set by hand, or with a graph
-                self._send(p)
-        self._finish()
+                self._send(p, -1)
+        self._finish(-1)
+        self._ends.clear()  # of backward passes that raised
         self._take_writes()
-        # Fused steps do not count what they write.
-        self._stepping = [p for p, host in self._host.items() if host.grad is not None]
+        self._stepping = [h for h in self._host.values() if h.grad is not None]
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Send what an optimizer has stepped to the device."""
-        if self._active and self._concerns(optimizer):
-            self._push(self._stepping)
-            self._stepping = []
-            self.push()
+    def after_optimizer(self, optimizer: Optimizer) -> None:
+        """Send what a step of all of an optimizer has stepped to the device."""
+        if self._concerns(optimizer):
+            self.after_step(self._stepping)
+
+    def after_step(self, parameters: Iterable[Tensor]) -> None:
+        """Send parameters that were stepped to the device; fused steps do not count writes."""
+        stepped = [self._device[i] for h in parameters if (i := id(h)) in self._device]
+        if self._active and stepped:
+            failed = [p for p in self._names if p not in self._sent]
+            self._push([*failed, *stepped])
+            if not is_beside_backward():
+                self._wait()
 
     @torch.no_grad()
     def _take_writes(self) -> None:
         """Take over what was written to the model, other than through `p.data`."""
         for p in self._names:
-            if local(p)._version != self._sent[p][0]:
+            if p in self._sent and _are_written(self._sent[p][0]):
                 self._take_over(p)
 
     def _concerns(self, optimizer: Optimizer) -> bool:
-        return any(id(p) in self._ids for p in parameters_of(optimizer))
+        return any(id(p) in self._device for p in parameters_of(optimizer))
 
     def _require_known(self, optimizer: Optimizer) -> None:
         model = self._model()
-        current = {} if model is None else trained(model)
+        current = {} if model is None else {p: name for name, p in model.named_parameters()}
         gone = [name for p, name in self._names.items() if p not in current]
         if gone:
             raise RuntimeError(
-                f"mcf.host.weights: the model has lost {some(gone)}, or frozen it, since its "
-                "weights are on the host, as load_state_dict(assign=True) makes parameters anew. "
-                "Make the weights and the optimizer after that"
+                f"mcf.host.weights: the model no longer has the parameters {some(gone)} whose "
+                "weights are on the host. load_state_dict(assign=True), for one, makes parameters "
+                "anew. Make the weights on the host, and the optimizer, after that"
             )
-        new = [name for p, name in current.items() if p not in self._host and p.grad is not None]
+        stepped = {id(p) for p in parameters_of(optimizer)}  # which warns of them itself
+        new = [
+            name
+            for p, name in current.items()
+            if p.grad is not None and p not in self._host and id(p) not in stepped
+        ]
         if new:
             warn(
-                f"mcf.host.weights: {some(new)} have gradients on the device, since they were "
-                "added or unfrozen after the call; no step on the host trains them. Make the "
-                "weights and the optimizer after all parameters are there",
+                f"mcf.host.weights: the gradients of {some(new)} stay on the device, since these "
+                "parameters were added or unfrozen later, and their weights are not on the host. "
+                "Make the weights on the host, and the optimizer, when all parameters are there",
                 PlainParameterWarning,
             )
 
@@ -356,7 +377,7 @@ class HostWeights(_Part, Handle):
     def remove(self) -> None:
         """Leave gradients on the device from now on; weights on the host stay as they are."""
         super().remove()
-        self._finish()
+        self._finish(-1)
         self._undo.close()
         for handles in (WATCHING, RELEASING, HOSTS):
             handles.discard(self)
@@ -365,7 +386,7 @@ class HostWeights(_Part, Handle):
 
     def after_loading(self) -> None:
         """Send what `load_state_dict` has loaded to the device."""
-        if self._ids != {id(h) for h in self.parameters() if h.requires_grad}:
+        if self._device.keys() != {id(h) for h in self.parameters() if h.requires_grad}:
             raise RuntimeError(
                 "mcf.host.weights: load_state_dict(assign=True) makes parameters anew, which the "
                 "optimizer and the model do not have; leave out assign=True"
@@ -503,14 +524,6 @@ def weights(
     return host
 
 
-def _after_step(optimizer: Optimizer, *arguments: Any) -> None:
-    for host in list(HOSTS):
-        host.after_step(optimizer)
-
-
-register_optimizer_step_post_hook(_after_step)
-
-
 def _build(module: nn.Module, parts: dict[nn.Module, _Part], host: dict[Tensor, Any]) -> None:
     """Give the part of a module its parameters on the host, and parts for its children."""
     part = parts[module]
@@ -531,10 +544,15 @@ def _leading(x: Tensor) -> Tensor:
     return x.compute_tensor if isinstance(x, MCFTensor) else x.detach()
 
 
-def _writes(x: Tensor) -> list[tuple[Tensor, int]]:
-    """Return what a tensor is stored in, and how often each part was written to."""
-    own = local(x)  # operations count writes to an expansion, fused steps those to its parts
-    return [(y, y._version) for y in (own, *(own._held() if isinstance(own, MCFTensor) else ()))]
+def _writes(x: Tensor) -> Writes:
+    """Return a tensor, its shard and its components: each kind of write counts in one of them."""
+    own = local(x)
+    parts = own._held() if isinstance(own, MCFTensor) else ()
+    return [(y, y._version) for y in (x, own, *parts)]
+
+
+def _are_written(known: Writes) -> bool:
+    return any(x._version != count for x, count in known)
 
 
 def _bits(x: Tensor) -> Tensor:

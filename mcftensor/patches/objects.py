@@ -50,7 +50,8 @@ _TENSOR_HOOKS = rows(
 
 
 HOSTS: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Handles of models whose gradients are on the host: `HostWeights`."""
+"""Handles of models whose weights and gradients are on the host: told of steps, of the parameters
+that they have stepped, and of gradients to clear."""
 
 
 @by_name

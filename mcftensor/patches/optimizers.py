@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mcftensor.patches.objects import HOSTS
 from mcftensor.patches.sharded_optimizers import mean_over_ranks
 from mcftensor.patches.table import by_name, calls, patch, rows
 from mcftensor.tensor import MCFTensor
@@ -335,7 +336,10 @@ def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
             return hooked(self, *args, **kwargs)
         outer = current_step()
         is_apart = outer is not None and outer.is_assigned
-        return (closure(watched) if is_apart else watched)(self, *args, **kwargs)
+        result = (closure(watched) if is_apart else watched)(self, *args, **kwargs)
+        for host in list(HOSTS):
+            host.after_optimizer(self)
+        return result
 
     functools.update_wrapper(step, hooked)
     step.__wrapped__ = hooked.__wrapped__  # type: ignore[attr-defined]  # as deep as torch's
