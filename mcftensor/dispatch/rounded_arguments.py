@@ -98,7 +98,7 @@ class WidenedArguments:
             return f"@{place}"
 
         call = json.dumps([str(func), *mapped(described, (list(args), kwargs))])
-        if wing("wide").is_elementwise(func):
+        if wing("wide").correction_of(func) == "elements":
             return function_of_terms(result, tensors, call)
         pairs = iter(differences_of_terms([x for x in results if is_float(x)], tensors, call))
         longer = Format(WIDE, 2)
@@ -111,7 +111,7 @@ class WidenedArguments:
 def _are_corrected(func: Any) -> bool:
     """Return whether rests change the results of an operation; True where `wide` is missing."""
     wide = wing_or_none("wide")
-    return wide is None or wide.are_corrected(func)
+    return wide is None or wide.correction_of(func) is not None
 
 
 def is_recorded(tree: Any) -> bool:

@@ -13,8 +13,8 @@ deviations from it. They are evaluated on the differences from the largest eleme
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,38 +47,35 @@ _UNTAGGED = {aten.floor_divide, aten.hardswish}
 """Elementwise functions that PyTorch does not tag as pointwise, other than gradients."""
 
 
-def _is_in(table: Mapping[str, Any], func: Any) -> bool:
-    return func.namespace == "aten" and func.overloadpacket.__name__ in table
+Correction = Literal["elements", "differences", "spread"]
 
 
 @functools.lru_cache(maxsize=4096)
-def are_corrected(func: Any) -> bool:
-    """Return whether results of an operation are corrected."""
-    return func is not None and (
-        _is_in(DIFFERENCES, func) or _is_in(SPREADS, func) or is_elementwise(func)
-    )
+def correction_of(func: Any) -> Correction | None:
+    """Return how results of an operation are corrected.
 
-
-def is_elementwise(func: Any) -> bool:
-    """Return whether an operation is an elementwise function that a rounded argument changes."""
-    return (
-        func.overloadpacket not in _INSENSITIVE
-        and (_is_pointwise(func) or _is_pointwise(_forward_of(func)))
-        and torch.Tag.nondeterministic_seeded not in func.tags
-    )
+    None for results that a rounded argument does not change.
+    """
+    if func is None:
+        return None
+    packet = func.overloadpacket
+    if func.namespace == "aten" and packet.__name__ in SPREADS:
+        return "spread"
+    if func.namespace == "aten" and packet.__name__ in DIFFERENCES:
+        return "differences"
+    is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+    return None if is_drawn or packet in _INSENSITIVE or not _is_pointwise(func) else "elements"
 
 
 def _is_pointwise(func: Any) -> bool:
-    return func is not None and (
-        torch.Tag.pointwise in func.tags or func.overloadpacket in _UNTAGGED
-    )
-
-
-def _forward_of(func: Any) -> Any:
-    """Return the function of a gradient, or None; PyTorch does not tag all gradients."""
+    """Return whether an operation is elementwise: PyTorch does not tag all gradients."""
+    if torch.Tag.pointwise in func.tags or func.overloadpacket in _UNTAGGED:
+        return True
     name = func.overloadpacket.__name__
-    packet = getattr(aten, name.removesuffix("_backward"), None)
-    return getattr(packet, "default", None) if name.endswith("_backward") else None
+    if func.namespace != "aten" or not name.endswith("_backward"):
+        return False
+    forward: Any = getattr(aten, name.removesuffix("_backward"), None)
+    return hasattr(forward, "default") and _is_pointwise(forward.default)
 
 
 def from_all_terms(numbers: WidenedArguments, result: Any) -> Any:
@@ -88,12 +85,12 @@ def from_all_terms(numbers: WidenedArguments, result: Any) -> Any:
     results of functions of differences may be expansions.
     """
     func, args, kwargs = numbers.call
-    is_spread = _is_in(SPREADS, func)
-    if not is_spread and not _is_in(DIFFERENCES, func):
+    correction = correction_of(func)
+    if correction == "elements":
         return _of_elements(numbers, result)
     if are_rests(numbers.rests.values()):
         return by_algorithm(func, longer_format((args, kwargs)), *args, **kwargs)
-    if is_spread and all(x.numel() for x in numbers.of.values()):
+    if correction == "spread" and all(x.numel() for x in numbers.of.values()):
         return _below_largest(func, numbers)
     return result
 
