@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.dispatch.default_handler import of_leading_term, of_zeros
 from mcftensor.formats.moving import move_component
 from mcftensor.kernels.columns import on_device
 from mcftensor.operators.comparison import all_equal, by_rank, compare
 from mcftensor.operators.structure import (
     filled_like,
     item,
+    join,
     layer,
     like,
     move_elements,
@@ -180,10 +182,10 @@ def _drawn(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Tensor:
 # --------------------------------------------------------------------- concatenation and selection
 
 
-@rule(aten.cat, aten.stack, keeps_tails=True, takes_operator=True)
-def _joined(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Unrounded:
+@rule(*handled_by(join), keeps_tails=True, takes_operator=True)
+def _joined(func: Any, tensors: Sequence[Tensor], *how: Any) -> Unrounded:
     s, numbers = aligned(tensors)
-    return Unrounded(func([x.at(s) for x in numbers], dim), s)
+    return Unrounded(func([x.at(s) for x in numbers], *how), s)
 
 
 rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, keeps_tails=True)(where_of)
@@ -245,33 +247,27 @@ homogeneous(aten.embedding_dense_backward, placing="by size")
 # ----------------------------------------------------------------------- comparisons and queries
 
 
-@rule(aten.is_pinned)
-def _is_pinned(x: ScaledTensor, *args: Any) -> bool:
-    return x._component0.is_pinned()
-
-
 # The order of numbers does not depend on the scale. The next rule replaces that of argmax.
 homogeneous(*handled_by(by_rank))
 
 
 @rule(
-    *handled_by(compare, all_equal, item),
-    aten.isnan.default,
-    aten.isinf.default,
+    *handled_by(compare, all_equal, item, of_leading_term, of_zeros),
     aten.isfinite.default,
-    aten.isposinf.default,
-    aten.isneginf.default,
     aten.argmax.default,  # accuracy
     aten.argmin.default,
     aten.argsort.default,
-    aten.signbit.default,
     aten.is_nonzero.default,
-    aten.nonzero.default,
     takes_operator=True,
 )
 def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply an operator without floating results to the numbers in float64."""
     return func(*(x._collapsed() if is_scaled(x) else x for x in args), **kwargs)
+
+
+@rule(aten.is_pinned)  # which has no answer for collapsed numbers
+def _is_pinned(x: ScaledTensor, *args: Any) -> bool:
+    return x._component0.is_pinned()
 
 
 @rule(aten.allclose)

@@ -473,6 +473,7 @@ BY_ROW = {
     "aminmax": lambda x: torch.cat(x.aminmax(dim=0)),
     "unique": torch.unique_consecutive,
     "max_pool3d": lambda x: F.max_pool3d(x.view(1, 4, 2, 2, 2), 2),
+    "block_diag": lambda x: torch.block_diag(x[:2], x[2:]),
     "reflection": lambda x: F.pad(x, (2, 3), mode="reflect"),
     "unpool": lambda x: F.max_unpool2d(
         *F.max_pool2d(x.view(1, 4, 4, 2), 2, return_indices=True), 2
@@ -494,6 +495,16 @@ def test_operators_follow_the_rows_of_expansions(name, s):
         (found,) = torch.autograd.grad(made, x, g)
         (right,) = torch.autograd.grad(expected, wide, exact(g))
         assert_near(found, right, 2.0**-9 * right.abs().amax())
+
+
+def test_questions_about_zeros_and_specials():
+    x = at(torch.tensor([[0.0, 1.0, -0.0], [torch.inf, torch.nan, -2.0]]).half(), 100)
+    for ask in (torch.any, torch.all, torch.count_nonzero, torch.logical_not, torch.isnan):
+        assert torch.equal(ask(x), ask(exact(x)))
+    for ask in (torch.isinf, torch.isfinite, torch.signbit, torch.nonzero, torch.isneginf):
+        assert torch.equal(ask(x), ask(exact(x)))
+    assert torch.equal(torch.logical_xor(x, x[:1]), torch.logical_xor(exact(x), exact(x[:1])))
+    assert not x.is_pinned()
 
 
 def test_what_has_no_rule_says_what_to_do():
