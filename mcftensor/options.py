@@ -42,7 +42,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"mcftensor {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_audit, _convert, _memory, _selfcheck):
+    for add in (_audit, _convert, _export, _memory, _selfcheck):
         add(commands)
     return parser.parse_args(arguments)
 
@@ -112,6 +112,25 @@ def _convert(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     add("--step", type=int, metavar="N", help="steps taken, where the source does not say it")
     add("--no-verify", action="store_true", help="read files whose digests are not right")
+
+
+def _export(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "export",
+        help="print an optimizer as one file that needs PyTorch alone",
+        description="Print an optimizer over bfloat16 parameters as one readable file, which needs "
+        "torch 2.4 or newer and nothing of this library, and has the bits of its steps.",
+        epilog="Exit status: 0 if it was printed, 2 for an optimizer or a format without a file.",
+    )
+    add = command.add_argument
+    add("optimizer", metavar="OPTIMIZER", help="adamw, sgd (with momentum), muon or adafactor")
+    add(
+        "--format",
+        default="bf16i16",
+        metavar="NAME",
+        help="of the weights: bf16i16 (exact, the default), bf16x2 (states as in the mode plus), "
+        "bf16i8 (states as in the mode compact)",
+    )
 
 
 def _memory(commands: argparse._SubParsersAction[Parser]) -> None:

@@ -1,4 +1,4 @@
-"""The commands `audit`, `memory` and `selfcheck`."""
+"""The commands `audit`, `export`, `memory` and `selfcheck`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mcftensor.options import say
 from mcftensor.tensor import text_tables
 from mcftensor.tools import device_report, memory_fit
 from mcftensor.tools.auditing import Audit, audit
+from mcftensor.tools.exporting import export
 from mcftensor.tools.memory_summary import MakeOptimizer, estimate
 
 
@@ -65,6 +66,12 @@ def screen(found: Audit, *, moving: bool) -> str:
     lines = [line.rstrip() for line in capture.get().splitlines()]
     equal = "; the two checkpoints are equal" if found.unchanged == 1 else ""
     return "\n".join([*(line for line in lines if line), "", found.summary() + equal])
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Print an optimizer as a file."""
+    say(export(options.optimizer, named(options.format)).removesuffix("\n"))
+    return 0
 
 
 def run_memory(options: argparse.Namespace) -> int:
