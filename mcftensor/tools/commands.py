@@ -1,4 +1,4 @@
-"""The commands `audit`, `export`, `memory` and `selfcheck`."""
+"""The commands `audit`, `doctor`, `export`, `memory` and `selfcheck`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcftensor.checkpoint.saving import size_in_bytes
 from mcftensor.formats import named
 from mcftensor.options import say
 from mcftensor.tensor import text_tables
-from mcftensor.tools import device_report, memory_fit
+from mcftensor.tools import device_report, doctor, memory_fit
 from mcftensor.tools.auditing import Audit, audit
 from mcftensor.tools.exporting import export
 from mcftensor.tools.memory_summary import MakeOptimizer, estimate
@@ -66,6 +66,16 @@ def screen(found: Audit, *, moving: bool) -> str:
     lines = [line.rstrip() for line in capture.get().splitlines()]
     equal = "; the two checkpoints are equal" if found.unchanged == 1 else ""
     return "\n".join([*(line for line in lines if line), "", found.summary() + equal])
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    """Run a script, and say what its updates lose."""
+    report, status = doctor.examine(
+        options.program, options.arguments, is_module=options.is_module, steps=options.steps
+    )
+    if doctor.is_first_rank():
+        say(report)
+    return status
 
 
 def run_export(options: argparse.Namespace) -> int:
