@@ -1,6 +1,6 @@
 """One file with an optimizer over bfloat16 parameters, which needs PyTorch alone.
 
-The file is printed from what the library runs. Conversions are recorded (`readable_code.py`). The
+The file is printed from what the library runs. Conversions are recorded, call by call. The
 update is the source of the library's rule for fused steps, or of PyTorch's optimizer where the
 library has no rule. Formats of states are those that a step of the library makes. Only the class
 around all this is text of this module.
@@ -31,7 +31,8 @@ from mcftensor.convert import as_expansion
 from mcftensor.formats import PLAIN, Format, bf16i8, bf16i16, bf16x2, is_vector
 from mcftensor.passes.optimizer_steps import RULES, integer_power, numbers_for
 from mcftensor.tensor.components import stored_format_of
-from mcftensor.tools.readable_code import WIDTH, Code, record_calls
+from mcftensor.tools.call_recorder import record_calls
+from mcftensor.tools.readable_code import WIDTH, Code
 from mcftensor.training.collage import collage
 
 LONGEST = 200

@@ -1,10 +1,9 @@
-"""Functions of tensors as readable PyTorch code, recorded while they run on examples.
+"""Recorded calls as readable PyTorch code.
 
 A kernel's program is a flat list of instructions. Here each call of one of the library's functions
-stays a call: it becomes a function of the printed code, with its name, its docstring's first line
-and the names of its local variables. The operations are PyTorch's own, in their order, so the
-printed code has the bits of what was recorded. Choices that depend on formats are made while
-recording; shapes must not matter to the function.
+stays a call: it becomes a function of the printed code, with its name, the first line of its
+docstring, and the names of its local variables. Functions that are short, or called once, are part
+of their callers.
 """
 
 from __future__ import annotations
@@ -13,34 +12,22 @@ import ast
 import copy
 import inspect
 import re
-import sys
-import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from mcftensor.arithmetic.noise import Noise
-from mcftensor.arithmetic.number_protocol import Sum
-from mcftensor.formats import Format
-from mcftensor.kernels import block_scales
-from mcftensor.kernels.custom_ops import DEFINITIONS
+from mcftensor.kernels.block_scales import BLOCK_SIZE
+from mcftensor.tools.call_recorder import BY_SHAPE, Applied, Region, tensors_in
+from mcftensor.tools.simplified_source import literal, simplified
 
 WIDTH = 100
 _ROOM = WIDTH - 16  # without indentation, and with an argument that may be added
-_PACKAGE = Path(__file__).parents[1]
-_RECORDED = [str(_PACKAGE / name) for name in ("arithmetic", "formats")]
 _SHORTEST = 3
 """Operations of a function below which its callers contain it."""
-
-BY_SHAPE = {name: DEFINITIONS[name] for name in ("block_max", "spread")}
-"""Functions whose operations depend on shapes: printed from their source, and not recorded."""
 
 _INFIX: dict[str, type[ast.operator] | type[ast.cmpop]] = {
     "add": ast.Add, "sub": ast.Sub, "mul": ast.Mult, "div": ast.Div, "truediv": ast.Div,
@@ -50,139 +37,6 @@ _INFIX: dict[str, type[ast.operator] | type[ast.cmpop]] = {
 }  # fmt: skip
 _SCHOOL = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 _PREFIX: dict[str, type[ast.unaryop]] = {"neg": ast.USub, "invert": ast.Invert}
-
-
-# ---------------------------------------------------------------------------------- recording
-
-
-@dataclass(eq=False)
-class Applied:
-    """An operation of PyTorch, or a call of a function in `BY_SHAPE`."""
-
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Tensor
-
-
-@dataclass(eq=False)
-class Region:
-    """A call of a function: what it did, and the names of its tensors."""
-
-    name: str
-    doc: str | None
-    arguments: list[Tensor] = field(default_factory=list)
-    steps: list[Applied | Region] = field(default_factory=list)
-    names: dict[int, str] = field(default_factory=dict)
-    returned: list[Tensor] = field(default_factory=list)
-
-    def operations(self) -> Iterator[Applied]:
-        """Yield all operations in order."""
-        for x in self.steps:
-            yield from x.operations() if isinstance(x, Region) else (x,)
-
-
-class Recorder(TorchFunctionMode):
-    """Records operations, and the library's functions that they belong to."""
-
-    def __init__(self, region: Region) -> None:
-        super().__init__()
-        self.stack, self.alive = [region], list[Any]()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "_opname", "")
-        if name in DEFINITIONS and name not in BY_SHAPE:
-            with self:
-                return DEFINITIONS[name](*args, **kwargs)
-        if func is Tensor.clone:
-            return args[0]  # which nothing changes
-        result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and not any(result is x for x in args):
-            self.alive.append(result)  # so that its id stays its own
-            self.stack[-1].steps.append(Applied(func, args, kwargs, result))
-        return result
-
-    def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Begin a region if a function of the library is called, as a trace function of Python."""
-        code = frame.f_code
-        if event != "call" or code.co_name.startswith("<") or not _is_recorded(code):
-            return None
-        region = Region(*_title(frame))
-        region.arguments = [x for y in frame.f_locals.values() for x in tensors_in(y)]
-        self.stack[-1].steps.append(region)
-        self.stack.append(region)
-
-        def follow(frame: FrameType, event: str, arg: Any) -> Any:
-            for name, value in frame.f_locals.items():
-                found = tensors_in(value)
-                if len(found) == 1 and name != "self":
-                    region.names.setdefault(id(found[0]), name)
-            if event == "return":
-                region.returned = tensors_in(arg)
-                self.stack.pop()
-            return follow
-
-        return follow(frame, "call", None)
-
-
-def _is_recorded(code: CodeType) -> bool:
-    return code.co_filename.startswith(tuple(_RECORDED))
-
-
-def _title(frame: FrameType) -> tuple[str, str | None]:
-    """Return the name of a function or of its class, and the first line of its docstring."""
-    name, own = frame.f_code.co_name, frame.f_locals.get("self")
-    doc = frame.f_code.co_consts[0] if frame.f_code.co_consts else None
-    if name == "__init__":
-        name, doc = type(own).__name__.lower(), type(own).__doc__
-    elif isinstance(own, Format):
-        name = f"{name}_{own.nearest.name.removesuffix('rn')}"
-    line = doc.strip().partition("\n")[0] if isinstance(doc, str) else ""
-    for argument, value in frame.f_locals.items():  # which the printed function has not
-        if isinstance(value, (int, torch.dtype)):
-            line = line.replace(f"`{argument}`", str(value).removeprefix("torch."))
-    return name.strip("_"), line if line.endswith(".") else None
-
-
-def tensors_in(x: Any) -> list[Tensor]:
-    """Return the tensors of a value: of a number its floats, of noise its pattern."""
-    if isinstance(x, Tensor):
-        return [x]
-    if isinstance(x, (list, tuple)):
-        return [z for y in x for z in tensors_in(y)]
-    if isinstance(x, (Sum, Noise)):
-        return [z for y in vars(x).values() for z in tensors_in(y)]
-    return []
-
-
-def record_calls(
-    name: str,
-    doc: str,
-    function: Callable[..., Any],
-    examples: Mapping[str, Tensor],
-    results: Sequence[str] = (),
-) -> Region:
-    """Return what a function does with examples of its arguments; results have names."""
-    region = Region(name, doc, list(examples.values()))
-    region.names = {id(x): argument for argument, x in examples.items()}
-    recorder, previous = Recorder(region), sys.gettrace()
-    try:
-        sys.settrace(recorder.enter)
-        with recorder:
-            result = function(*examples.values())
-    finally:
-        sys.settrace(previous)
-    region.returned = tensors_in(result)
-    for x, own in zip(region.returned, results, strict=False):
-        region.names.setdefault(id(x), own)
-    region.steps.append(Region("", None, recorder.alive))  # keeps ids unique
-    return region
-
-
-# ----------------------------------------------------------------------------------- printing
 
 
 @dataclass(eq=False)
@@ -290,7 +144,7 @@ class Code:
         if isinstance(x, Applied):
             name = x.function.__name__.partition(".")[0]
             if name in BY_SHAPE:
-                made = simplified(BY_SHAPE[name], {"BLOCK_SIZE": block_scales.BLOCK_SIZE})
+                made = simplified(BY_SHAPE[name], {"BLOCK_SIZE": BLOCK_SIZE})
                 self._functions.setdefault(name, _Function(made, [], []))
             return _Node(_operands(x), [x.result], lambda of: _expression(x, name, of))
         own = {id(y.result): y.result for y in x.operations()}
@@ -378,14 +232,6 @@ def _in_brackets(x: ast.expr, sign: ast.operator | ast.cmpop) -> ast.expr:
     return _call("", [x])
 
 
-def _constant(x: Any) -> ast.expr:
-    if isinstance(x, torch.dtype):
-        return ast.Name(str(x))
-    if isinstance(x, float) and not abs(x) < torch.inf:
-        return ast.Name(f"torch.{x}" if x != -torch.inf else "-torch.inf")
-    return ast.Constant(x)
-
-
 def _call(name: str, arguments: list[ast.expr]) -> ast.Call:
     return ast.Call(ast.Name(name), arguments, [])
 
@@ -465,7 +311,7 @@ class _Body:
 
         def of(x: Any) -> ast.expr:
             if not isinstance(x, Tensor):
-                return _constant(x)
+                return literal(x)
             node = self.maker.get(id(x))
             if node is not None and id(node) in self.inlined:
                 return node.expression(of)
@@ -508,114 +354,6 @@ def _take_constants(function: _Function) -> None:
 def _rename(x: Any, text: str) -> None:
     """Turn a node into a name, in place."""
     x.__class__, x.id, x.ctx = ast.Name, text, ast.Load()
-
-
-# --------------------------------------------------------------------------- source and its text
-
-
-class _Simplify(ast.NodeTransformer):
-    """Puts constants for names, and takes the choices that they decide."""
-
-    def __init__(self, known: Mapping[str, Any], stored: Collection[str] = ()) -> None:
-        self.known, self.stored = known, stored
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        is_read = isinstance(node.ctx, ast.Load) and node.id in self.known
-        return _constant(self.known[node.id]) if is_read else node
-
-    def visit_Compare(self, node: ast.Compare) -> ast.expr:
-        self.generic_visit(node)
-        text = ast.unparse(node)
-        return _constant(self.known[text]) if text in self.known else node
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
-        self.generic_visit(node)
-        text = ast.unparse(node)
-        return _constant(self.known[text]) if text in self.known else node
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        self.generic_visit(node)
-        match node:
-            case ast.Call(func=ast.Name("isinstance"), args=[_, ast.Name("Tensor")]):
-                return ast.Constant(False)
-            case ast.Call(func=ast.Name("_to_scalar"), args=[x]):
-                return x
-            case ast.Call(func=ast.Attribute(x, "sqrt"), args=[]):
-                return ast.Call(ast.Name("sqrt"), [x], [])
-        return ast.Constant(False) if ast.unparse(node) == "torch.jit.is_scripting()" else node
-
-    def visit_If(self, node: ast.If) -> Any:
-        self.generic_visit(node)
-        if not node.body:
-            return node.orelse
-        if isinstance(node.body[0], ast.Raise) and not node.orelse:
-            return None
-        decided = _decided(node.test)
-        return node if decided is None else node.body if decided else node.orelse
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
-        self.generic_visit(node)
-        decided = _decided(node.test)
-        return node if decided is None else node.body if decided else node.orelse
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
-        self.generic_visit(node)
-        assert node.value is not None
-        return ast.Assign([node.target], node.value)
-
-    def visit_Assign(self, node: ast.Assign) -> Any:
-        self.generic_visit(node)
-        target = ast.unparse(node.targets[0])
-        return None if target in (*self.known, ast.unparse(node.value)) else node
-
-    def visit_Starred(self, node: ast.Starred) -> ast.expr | None:
-        return None if ast.unparse(node.value) in self.known else node
-
-    def visit_Expr(self, node: ast.Expr) -> Any:
-        self.generic_visit(node)
-        match node.value:
-            case ast.Call(func=ast.Attribute(ast.Name(name), method)) if name in self.stored:
-                if method.endswith("_"):
-                    return [node, ast.Expr(ast.Call(ast.Name("store"), [ast.Name(name)], []))]
-        return node
-
-
-def _decided(test: ast.expr) -> bool | None:
-    """Return the value of a condition without names, or None."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        operand = _decided(test.operand)
-        return None if operand is None else not operand
-    if isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute):
-        return True if test.func.attr == "numel" else None  # there are elements
-    if any(isinstance(x, (ast.Name, ast.Call)) for x in ast.walk(test)):
-        return None
-    return bool(eval(ast.unparse(test)))
-
-
-def simplified(
-    function: Callable[..., Any], known: Mapping[str, Any], stored: Collection[str] = ()
-) -> ast.FunctionDef:
-    """Return the definition of a function, without annotations, checks and what is decided.
-
-    After each change in place of a tensor in `stored`, the printed function calls `store` with it.
-    """
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    assert isinstance(definition, ast.FunctionDef)
-    definition.decorator_list, definition.returns = [], None
-    own = definition.args
-    own.args = [x for x in own.args if x.arg not in known]
-    own.kwonlyargs = [x for x in own.kwonlyargs if x.arg not in known]
-    own.kw_defaults = [None] * len(own.kwonlyargs)
-    for x in (*own.args, *own.kwonlyargs):
-        x.annotation = None
-    doc = ast.get_docstring(definition)
-    if doc:
-        line = re.split("; |[.] ", " ".join(doc.partition("\n\n")[0].split()))[0].rstrip(".") + "."
-        definition.body[0] = ast.Expr(ast.Constant(line))
-    if stored:
-        own.kwonlyargs.append(ast.arg("store"))
-        own.kw_defaults.append(None)
-    return ast.fix_missing_locations(_Simplify(known, stored).visit(definition))
 
 
 def as_lines(definition: ast.FunctionDef) -> list[str]:

@@ -14,6 +14,8 @@ from torch import nn
 
 import mcftensor as mcf
 from mcftensor import __main__ as command_line
+from mcftensor.arithmetic.machine_numbers import Machine
+from mcftensor.arithmetic.noise import Noise
 from mcftensor.tools import exporting
 from mcftensor.tools.exporting import LONGEST, lines_of_code
 
@@ -169,8 +171,35 @@ def test_special_values_are_those_of_the_library():
             assert torch.equal(bits(x), bits(y))
 
 
+def test_conversions_are_those_of_the_library():
+    """For every code, and for bit patterns of every kind, with noise of every size."""
+    own = loaded(export("adamw", mcf.bf16i8)) | loaded(export("adamw", mcf.bf16x2))
+    own |= loaded(export("sgd", mcf.bf16i16))
+    random = torch.Generator().manual_seed(0)
+    patterns = torch.randint(-(2**31), 2**31, (64, 100), generator=random)
+    x = patterns.to(torch.int32).view(torch.float32)
+    x[:16] = torch.randn(16, 100, generator=random).square()
+    x[16:32] = x[:1] * 2.0 ** torch.randint(-140, 120, (16, 1), generator=random)
+    noise = torch.randint(-(2**31), 2**31, x.shape, generator=random).to(torch.int32)
+    made = Noise()
+    made.pattern = noise
+    for name in ("bf16i8", "bf16i16", "bf16x2", "mxfp8", "ue5m3"):
+        f = mcf.Format.from_name(name)
+        given = (x, noise) if f.takes_key else (x,)
+        ours = f.encode(Machine(torch.float32).of([x]), made if f.takes_key else None)
+        found = own[f"encode_{name}"](*given)
+        for a, b in zip(ours, found, strict=True):
+            assert torch.equal(bits(a), bits(b))
+        if name in ("mxfp8", "ue5m3"):
+            codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+            scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 8).contiguous()
+            found = codes, scales
+        (number,) = Machine(torch.float32).of(f.decode(found)).summed().floats
+        assert torch.equal(bits(number), bits(own[f"decode_{name}"](*found)))
+
+
 def bits(x):
-    return x.detach().view({1: torch.int8, 2: torch.int16}[x.element_size()])
+    return x.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 @each_pair
