@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import os
 import runpy
 import statistics
 import sys
@@ -125,6 +124,7 @@ class _Seen:
         self.slow_moments: dict[str, str] = {}
         self.rate = ""
         self.short = ""  # the 16-bit dtype of plain weights
+        self._given = 0.0  # the largest learning rate
         self._long = 0.0  # the share of elements for which two terms are too few
         self._kind_of: dict[str, str] = {}
         self._lost: defaultdict[str, list[float]] = defaultdict(list)  # for each sample
@@ -144,9 +144,9 @@ class _Seen:
             self._lost[kind].append(sum(lost * numel for lost, numel in pairs) / total)
         rates = sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})
         self.rate = " to ".join(f"{x:g}" for x in dict.fromkeys([*rates[:1], *rates[-1:]]))
-        self._describe(optimizer, rates)
+        self._describe(optimizer)
 
-    def _describe(self, optimizer: Optimizer, rates: Sequence[float]) -> None:
+    def _describe(self, optimizer: Optimizer) -> None:
         params = list(parameters_of(optimizer))
         tensors, elements, states = Counter[str](), Counter[str](), dict[str, set[str]]()
         for p in params:
@@ -162,9 +162,13 @@ class _Seen:
             kinds = [f"{name} in {' and '.join(sorted(x))}" for name, x in states.items()]
             self.facts.append(f"states: {', '.join(kinds)}")
         self.short = next((kind for kind in _SHORT if kind in tensors), "")
+        # Schedulers keep the rate that was given.
+        given = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
+        rates = [float(x) for x in given if x is not None]
+        self._given = max(rates, default=0.0)
         if self.short and rates:
             matrices = [p for p in params if not is_vector(p.shape)]
-            long = [p for p in matrices if format_of_weights(p, max(rates)) == bf16x3]
+            long = [p for p in matrices if format_of_weights(p, self._given) == bf16x3]
             total = sum(p.numel() for p in matrices)
             self._long = sum(p.numel() for p in long) / total if total else 0.0
         self.slow_moments = {
@@ -197,7 +201,7 @@ class _Seen:
             ]
         return [
             "keep the weights as expansions:",
-            _way(f"lr={self.rate.split()[-1]}", "plus", "12 bytes a parameter with AdamW"),
+            _way(f"lr={self._given:g}", "plus", "12 bytes a parameter with AdamW"),
             f"or {_way('mcf.bf16i8', 'compact', '7.1')}",
             other,
         ]
@@ -304,8 +308,3 @@ def _print_error(error: BaseException) -> None:
         trace = trace.tb_next
     sys.stdout.flush()
     traceback.print_exception(type(error), error, trace)
-
-
-def is_first_rank() -> bool:
-    """Whether this process prints, of those that a launcher started."""
-    return os.environ.get("RANK", "0") == "0"

@@ -237,9 +237,15 @@ def test_steps_are_a_whole_number(capsys):
     assert "must be a whole number above 0, not '0'" in capsys.readouterr().err
 
 
-def test_one_rank_prints(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("rank", "status", "prints"), [(None, 1, 1), ("0", 0, 1), ("1", 0, 0)])
+def test_one_rank_prints_and_launchers_see_no_failure(
+    rank, status, prints, tmp_path, monkeypatch, capsys
+):
     script = tmp_path / "train.py"
+    script.write_text(MODEL.format(dtype="torch.bfloat16", optimizer=ADAMW) + FOREVER)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    assert command_line.main(["doctor", "--steps", "1", str(script)]) == status
+    assert bool(capsys.readouterr().out) == prints
     script.write_text("")
-    monkeypatch.setenv("RANK", "1")
     assert command_line.main(["doctor", str(script)]) == 2
-    assert not capsys.readouterr().out
