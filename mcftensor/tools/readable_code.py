@@ -387,5 +387,8 @@ def _formatted(line: str) -> str:
     if '"""' in line:
         return line
     line = re.sub(r"\b(\w+)\(\((.* for .*)\)\)", r"\1(\2)", line.replace("'", '"'))
+    # Python 3.10 has brackets around the targets of assignments and loops.
+    line = re.sub(r"^( *)\((.+)\) = ", r"\1\2 = ", line)
+    line = re.sub(r"\bfor \(([\w, ]+)\) in ", r"for \1 in ", line)
     line = re.sub(r"\b([\w.]+) \*\* ([\w.]+)(?![\w.(\[])", r"\1**\2", line)
     return re.sub(r"(return|=|in) \(([^()]+(?:\([^()]*\)[^()]*)*)\)$", r"\1 \2", line)

@@ -16,7 +16,7 @@ import mcftensor as mcf
 from mcftensor import __main__ as command_line
 from mcftensor.arithmetic.machine_numbers import Machine
 from mcftensor.arithmetic.noise import Noise
-from mcftensor.tools import exporting
+from mcftensor.tools import exporting, readable_code
 from mcftensor.tools.exporting import LONGEST, lines_of_code
 
 export = functools.cache(exporting.export)
@@ -152,6 +152,23 @@ def test_is_readable(name, format, tmp_path):
     for action in (["format", "--check"], ["check", "--select", "E,F,I,B,W"]):
         done = subprocess.run([*ruff, *action, *style], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("unparsed", "formatted"),
+    [
+        ("    (a, (b, c)) = f((a, b))", "    a, (b, c) = f((a, b))"),
+        ("x = [a for (a, b) in zip(c)]", "x = [a for a, b in zip(c)]"),
+        ("for (a, b) in zip(c):", "for a, b in zip(c):"),
+        ("return (f(a), -b)", "return f(a), -b"),
+        ("return (a + b) * (c + d)", "return (a + b) * (c + d)"),
+        ("return sum((x > 1 for x in y)) <= 1", "return sum(x > 1 for x in y) <= 1"),
+        ("x = s['a'] ** 2 + y ** z", 'x = s["a"] ** 2 + y**z'),
+        ("x = 1 / y.z ** 0.5 + f(x) ** 0.5", "x = 1 / y.z**0.5 + f(x) ** 0.5"),
+    ],
+)
+def test_lines_are_as_ruff_formats_them_whatever_python_unparses(unparsed, formatted):
+    assert readable_code._formatted(unparsed) == formatted
 
 
 def test_special_values_are_those_of_the_library():
