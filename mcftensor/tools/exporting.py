@@ -345,7 +345,8 @@ class _Export:
         lines = [f'weight = {self._decoded(self.format)}(p, state["tail"])']
         lines += ['count = state["count"]', _INDEX] if self.rounds else []
         for name, f in self.states.items():
-            lines += [f'{name} = read(state, "{name}", {self._decoded(f)}, weight)']
+            decode = "None" if f.is_exact or f.arithmetic == "plain" else self._decoded(f)
+            lines += [f'{name} = read(state, "{name}", {decode}, weight)']
         update = textwrap.dedent(self.kind.update).strip()
         if self.kind.rule:
             self._print_rule()
@@ -390,7 +391,7 @@ class _Export:
             moved_weight = self._encoded(format, "weight + change")
         lines = [f'leading, state["tail"] = {moved_weight}', "p.copy_(leading)"]
         written = [
-            f'state["{name}"] = {self._encoded(f, name, i)}'
+            f'state["{name}"] = {self._written(f, name, i)}'
             for i, (name, f) in enumerate(self.states.items(), 1)
         ]
         if self.has_exact_vectors:
@@ -428,8 +429,6 @@ class _Export:
 
     def _decoded(self, f: Format) -> str:
         """Return the name of the function that reads a format."""
-        if (f.is_exact and f is not self.format) or f.arithmetic == "plain":
-            return "None"
         numbers, name = Machine(torch.float32), f"decode_{_stem(f)}"
 
         def decode(*stored: Tensor) -> Tensor:
@@ -440,10 +439,6 @@ class _Export:
 
     def _encoded(self, f: Format, x: str, stream: int = 0) -> str:
         """Return the call of the function that writes a format."""
-        if f.is_exact and f is not self.format:
-            return x
-        if f.arithmetic == "plain":
-            return f"{x}.to({f.dtype})"
         name, parts = f"encode_{_stem(f)}", list(_stored(f))
         examples = {"x": torch.ones(_MATRIX)}
         if f.takes_key:
@@ -451,6 +446,12 @@ class _Export:
         doc = f"Return float32 numbers as {' and '.join(parts)}, rounded once."
         self.code.add(record_calls(name, doc, functools.partial(_encode, f), examples, parts))
         return f"{name}({x}, {self._noise(stream)})" if f.takes_key else f"{name}({x})"
+
+    def _written(self, f: Format, x: str, stream: int) -> str:
+        """Return a state in its format; what is exact is stored as float32."""
+        if f.arithmetic == "plain":
+            return f"{x}.to({f.dtype})"
+        return x if f.is_exact else self._encoded(f, x, stream)
 
     def _noise(self, stream: int) -> str:
         """Return the call of the function that makes noise."""
