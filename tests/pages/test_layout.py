@@ -33,7 +33,7 @@ BUDGETS = {
     "serving": 1110,
     "sums": 400,
     "tensor": 3300,
-    "tools": 2020,
+    "tools": 3510,
     "training": 2965,
     "wide": 5280,
 }
