@@ -140,6 +140,12 @@ def _memory(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     add("--mode", metavar="NAME", help="show the formats of one Collage mode, layer by layer")
     add(
+        "--host",
+        action="store_true",
+        help="with weights, gradients and states on the host, as by mcf.host.weights: the memory "
+        "is the device's, which has the leading terms",
+    )
+    add(
         "--format",
         metavar="NAME",
         help="of the weights, with --mode (default: bf16i8 in compact, by shape in the others)",

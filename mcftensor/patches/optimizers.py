@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mcftensor.patches.objects import HOSTS
 from mcftensor.patches.sharded_optimizers import mean_over_ranks
 from mcftensor.patches.table import by_name, calls, patch, rows
 from mcftensor.tensor import MCFTensor
@@ -186,7 +187,11 @@ CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers whose parameters were looked at since the latest conversion of a module."""
 
 WATCHING: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Handles that look at each optimizer before its step, and may raise: `OrderFree`."""
+"""Handles that look at each optimizer before its step, and may raise."""
+
+RELEASING: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Handles that take gradients in backward, and are told of parameters whose gradients are about to
+be clipped; they may raise."""
 
 
 def looked_at(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -331,7 +336,10 @@ def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
             return hooked(self, *args, **kwargs)
         outer = current_step()
         is_apart = outer is not None and outer.is_assigned
-        return (closure(watched) if is_apart else watched)(self, *args, **kwargs)
+        result = (closure(watched) if is_apart else watched)(self, *args, **kwargs)
+        for host in list(HOSTS):
+            host.after_optimizer(self)
+        return result
 
     functools.update_wrapper(step, hooked)
     step.__wrapped__ = hooked.__wrapped__  # type: ignore[attr-defined]  # as deep as torch's
@@ -450,7 +458,8 @@ def _asking_first(clip: Callable[[], None], given: dict[str, Any]) -> None:
     if not isinstance(given["parameters"], Tensor):
         given["parameters"] = list(given["parameters"])
     chosen = given["parameters"]
-    calls.before_clipping([chosen] if isinstance(chosen, Tensor) else chosen)
+    for handle in list(RELEASING):
+        handle.require_held([chosen] if isinstance(chosen, Tensor) else chosen)
     clip()
 
 
@@ -459,11 +468,11 @@ CLIPS = rows(
     "torch.nn.utils.clip_grads_with_norm_",
     "torch.nn.utils.clip_grad.clip_grad_value_",
     "torch.nn.utils.clip_grad_value_",
-    why="When gradients are released in backward, `clip_grad_norm_` and `clip_grad_value_` "
-    "find no gradients and clip nothing.",
+    why="When gradients are released in backward, or are on the host, `clip_grad_norm_` and "
+    "`clip_grad_value_` find no gradients and clip nothing.",
     loss="clip_grad_norm_ returns 0 and clips nothing when gradients are released; give "
-    "mcf.step_in_backward clip_by_previous_norm.",
-    when="mcf.step_in_backward(model, optimizer)",
+    "mcf.step_in_backward clip_by_previous_norm, and clip the parameters of mcf.host.weights.",
+    when="mcf.step_in_backward(model, optimizer) and mcf.host.weights(model)",
     change=_asking_first,
     takes=("parameters",),
 )

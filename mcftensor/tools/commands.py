@@ -80,16 +80,21 @@ def run_memory(options: argparse.Namespace) -> int:
             )
     if options.mode:
         name = options.format or ("bf16i8" if options.mode == "compact" else None)
-        found = estimate(model, options.mode, format=name and named(name), optimizer=optimizer)
-        shown, least, what = str(found), found.total, f"mode {options.mode}"
+        format = name and named(name)
+        found = estimate(
+            model, options.mode, format=format, optimizer=optimizer, on_host=options.host
+        )
+        least = found.total if found.device_bytes is None else found.device_bytes
+        shown, what = str(found), f"mode {options.mode}"
     else:
-        ways = list(memory_fit.strategies(model, optimizer))
-        shown, least = memory_fit.fits(ways, size), min(x.total for x in ways)
+        ways = list(memory_fit.strategies(model, optimizer, on_host=options.host))
+        shown, least = memory_fit.fits(ways, size), min(x.on_device for x in ways)
         what = "the smallest"
     count = sum(p.numel() for p in model.parameters())
     verdict = "fits into" if least <= size else "does not fit into"
     say(
-        f"{count:,} parameters, {options.optimizer}, without activations\n{shown}\n"
+        f"{count:,} parameters, {options.optimizer}, without activations"
+        f"{', weights on the host' if options.host else ''}\n{shown}\n"
         f"{what} {verdict} the {text_tables.size(size)} {owner}"
     )
     return int(least > size)
