@@ -1,9 +1,11 @@
 """Copies between a device and the host, on streams that are as late as they may be."""
 
+import contextlib
 import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mcftensor as mcf
 from mcftensor.host import transfers
+from mcftensor.host.host_weights import HostWeights
 from mcftensor.host.transfers import Link
-from mcftensor.host.weights import HostWeights
 from support.helpers import assert_same_bits
 from support.on_host import (
     OPTIMIZERS,
@@ -23,6 +25,7 @@ from support.on_host import (
     plainly,
     trained,
 )
+from support.pretended import pretended
 
 DEVICE = torch.device("cpu")
 
@@ -190,3 +193,66 @@ def test_a_device_without_memory_loses_nothing(device, copy, released):
     for step in range(1, 3):
         plainly(model, host, optimizer, step)
         assert_follows(model, host)
+
+
+class Pageable(transfers._Slot):
+    """As a slot, without pinned memory."""
+
+    def __init__(self, size, device):
+        self._memory = torch.empty(size, dtype=torch.uint8)
+        self.event = MagicMock()
+
+
+class Inline:
+    """An executor without a thread, since a device is pretended in one thread alone."""
+
+    def __init__(self, *unused):
+        pass
+
+    def submit(self, function):
+        done = Future()
+        try:
+            done.set_result(function())
+        except RuntimeError as error:
+            done.set_exception(error)
+        return done
+
+    def shutdown(self):
+        pass
+
+
+def test_no_operand_lies_elsewhere(monkeypatch):
+    """On CUDA that is pretended; the host waits for the gradients, by the events of the link."""
+    monkeypatch.setattr("mcftensor.host.host_weights.ThreadPoolExecutor", Inline)
+    found = []
+    for where in ("cpu", "cuda"):
+        with pretended(where) if where == "cuda" else contextlib.nullcontext() as pretence:
+            if pretence:
+                streams = type(torch.accelerator.current_stream(None))  # in order, at once
+                monkeypatch.setattr(torch, "Stream", streams)
+                monkeypatch.setattr(transfers, "_Slot", Pageable)
+                monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
+            model = network().to(where)
+            host = mcf.host.weights(model, mcf.bf16i8)
+            optimizer = OPTIMIZERS["fused compact"](host.parameters())
+            for step in range(3):
+                x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+                model(x.to(where)).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                model[0].weight[0] = 1.0
+            host.state_dict()
+            found.append({n: h.detach() for n, h in host.named_parameters() if h.requires_grad})
+            assert {h.device.type for h in found[-1].values()} == {"cpu"}
+            if pretence:
+                assert pretence.waits <= READING
+    assert_same_bits(*found)
+
+
+READING = {
+    "host/host_weights.py _to_host",  # when the weights are made
+    "host/host_weights.py _take_over",  # what somebody has written on the device
+    "patches/distributed.py _converted",  # which `model.to` asks for
+}
+"""Where the host waits for the device other than by the events of a link."""

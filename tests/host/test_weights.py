@@ -58,6 +58,32 @@ def test_bits_after_a_thousand_steps(optimizer):
     assert_follows(model, host)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, {"released": 1 << 12}], ids=str)
+@pytest.mark.parametrize("optimizer", ["foreach plus", "fused compact"])
+def test_bits_of_a_gpu(optimizer, options):
+    """Of a model there, and of expansions on it."""
+    found = []
+    for on_host in (True, False):
+        model = network().cuda()
+        weights = (mcf.host.weights if on_host else mcf.as_expansion)(model, mcf.bf16i8)
+        its = OPTIMIZERS[optimizer](weights.parameters())
+        if options:
+            mcf.step_in_backward(weights, its, bucket_bytes=options["released"])
+        for step in range(1000):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(x.cuda()).float().square().mean().backward()
+            its.step()
+            its.zero_grad()
+        found.append({n: p.detach().cpu() for n, p in weights.named_parameters()})
+        if on_host:
+            held = dict(weights.named_parameters())
+            for name, p in model.named_parameters():
+                assert torch.equal(p.cpu(), leading(held[name]).cpu())
+    del found[0]["4.weight"], found[1]["4.weight"]  # frozen
+    assert_same_bits(*found)
+
+
 @pytest.mark.parametrize("after", ["host", "one memory"])
 @pytest.mark.parametrize("before", ["host", "one memory"])
 def test_resumed_to_the_bit(before, after, tmp_path):
