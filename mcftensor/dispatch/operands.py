@@ -246,7 +246,7 @@ def template(x: MCFTensor) -> Tensor:
     """Return a plain tensor with the layout and dtype of x."""
     if x._component0.dtype == x._format.dtype:
         return x._component0
-    return torch.empty_like(x._component0, dtype=x._format.dtype)
+    return torch.empty_like(x._format.template(x._component0), dtype=x._format.dtype)
 
 
 def value_of(x: Tensor, format: Format, operands: Sequence[MCFTensor] = ()) -> MCFTensor:

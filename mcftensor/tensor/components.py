@@ -372,12 +372,12 @@ def wrapper(cls: type[T], like: Tensor, format: Format) -> T:
     """Return a tensor without storage, with the layout of another one and the dtype of a format."""
     if WAITING:
         prepare()
-    place = like.storage_offset()
+    shape, strides, place = format.layout(like)
     others: dict[str, Any] = {"storage_offset": place} if place else {}  # the argument is slow
     if like.layout is not torch.strided:
         others["layout"] = like.layout
     made: T = torch.Tensor._make_wrapper_subclass(
-        cls, like.shape, strides=like.stride(), dtype=format.dtype, device=like.device, **others
+        cls, shape, strides=strides, dtype=format.dtype, device=like.device, **others
     )
     return made
 
@@ -501,13 +501,14 @@ def check_components(components: Sequence[Tensor], format: Format) -> None:
             f"{format.name}; see mcf.as_expansion, which makes the components from a tensor"
         )
     leading = components[0]
+    shape = format.layout(leading)[0]
     for component, x in zip(wanted, components, strict=True):
         if x.dtype != component.dtype:
             raise TypeError(
                 f"MCFTensor: a component of {x.dtype} in a format of {component.dtype}: the "
                 f"{component.name} of {format.name}"
             )
-        if x.shape != component.shape(leading.shape) or (
+        if x.shape != component.shape(shape) or (
             x.shape == leading.shape and x.stride() != leading.stride()
         ):
             raise ValueError(
