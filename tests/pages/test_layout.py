@@ -27,7 +27,7 @@ BUDGETS = {
     "meters": 1430,
     "operators": 2280,
     "passes": 2350,
-    "patches": 2150,
+    "patches": 2190,
     "reproducible": 3100,
     "scaling": 2660,
     "serving": 1110,
