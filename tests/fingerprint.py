@@ -47,7 +47,7 @@ STORED = (
 )
 IN_BLOCKS = tuple(
     f.with_rounding(rounding)
-    for f in (mcf.mxfp8, mcf.ue5m3, mcf.e4m3i8, mcf.e4m3i16)
+    for f in (mcf.mxfp8, mcf.ue5m3, mcf.e3m0, mcf.ue4m0, mcf.e4m3i8, mcf.e4m3i16)
     for rounding in ("balanced", "nearest", "stochastic")
 )
 BALANCED = tuple(f.with_rounding("balanced") for f in (mcf.bf16x2, mcf.fp32x2))
@@ -420,7 +420,7 @@ mcf.as_plain(x), mcf.as_plain(x, torch.float64), x.dequantize(), x + y""".splitl
 
 def in_blocks(format: mcf.Format) -> Results:
     """Elements that share scales: from any bits, back, and what steps do to them."""
-    sign = torch.abs if format.name.startswith("ue5m3") else torch.positive
+    sign = torch.abs if format.name.startswith("ue") else torch.positive
     for dtype in BASES:
         yield attempt(f"from {dtype}", mcf.as_expansion, sign(plain(dtype, 24, 70)), format)
     for expression in ROWS:

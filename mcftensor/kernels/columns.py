@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from mcftensor.kernels.block_scales import BLOCK_SIZE
+
 T = TypeVar("T")
 K = TypeVar("K")
 
 Column = Sequence[Tensor]
 Scalar = Tensor | float
-
-_FEW = 128
-_dtype = operator.attrgetter("dtype")
 
 
 # Types of arguments that need no further inspection.
@@ -71,6 +70,7 @@ class Columns:
         outputs: columns of tensors that are written.
         keys: one key for each call if random numbers are drawn, else none.
         shared: the indices of columns, vectors first and then outputs, with one value per block.
+        packed: the indices of columns with two codes in a byte.
         done: None, or a list to which the numbers of written elements are appended, in order. The
             bytecode that writes the elements also appends, so that no signal handler of Python runs
             between the two.
@@ -82,6 +82,7 @@ class Columns:
     keys: Column = ()
     shared: frozenset[int] = frozenset()
     done: list[tuple[int, None]] | None = None
+    packed: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.outputs[0])
@@ -99,7 +100,12 @@ class Columns:
             [self.keys[i] for i in rows] if self.keys else (),
             self.shared,
             self.done,
+            self.packed,
         )
+
+    def per_block(self, i: int) -> int:
+        """Return the number of values that a column has for a block."""
+        return 1 if i in self.shared else BLOCK_SIZE // 2 if i in self.packed else BLOCK_SIZE
 
     def every_scalar(self) -> list[Sequence[Scalar]]:
         """Return the columns of scalars, keys last."""
@@ -128,36 +134,6 @@ class Flat(Sequence[Tensor]):
         """Return the addresses of the rows."""
         first, width = self._scratch.data_ptr(), self._scratch.element_size()
         return [first + width * x for x in self._starts[:-1]]
-
-
-Facts = tuple[torch.dtype | None, int | None, list[int], list[int], bool]
-"""Facts about a column for kernels: the dtype and the device index (-1 for the CPU), or None if
-they differ within it; numbers of elements, addresses, and whether all tensors are contiguous."""
-
-
-def facts_of(column: Column) -> Facts:
-    """Return the facts of a column, asked tensor by tensor: a column may have thousands."""
-    first = column[0]
-    dtype, device = first.dtype, first.get_device()
-    if len(column) == 1:
-        return dtype, device, [first.numel()], [first.data_ptr()], first.is_contiguous()
-    lengths: list[int] = []
-    addresses: list[int] = []
-    dtypes, devices, are_contiguous = {dtype}, {device}, True
-    for i in range(0, len(column), _FEW):
-        part = column[i : i + _FEW]
-        dtypes.update(map(_dtype, part))
-        devices.update(map(Tensor.get_device, part))
-        lengths += map(Tensor.numel, part)
-        addresses += map(Tensor.data_ptr, part)
-        are_contiguous &= all(map(Tensor.is_contiguous, part))
-    return (
-        dtype if len(dtypes) == 1 else None,
-        device if len(devices) == 1 else None,
-        lengths,
-        addresses,
-        are_contiguous,
-    )
 
 
 def places(vectors: Sequence[Column], outputs: Sequence[Column]) -> tuple[list[Column], list[int]]:

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels import cpp, cpu, cuda, eager, first_use
-from mcftensor.kernels.block_scales import BLOCK_SIZE, shape_of_shared
+from mcftensor.kernels.block_scales import BLOCK_SIZE, shape_of_codes, shape_of_shared
 from mcftensor.kernels.columns import (
     Columns,
     Scalar,
-    facts_of,
     places,
     places_of,
     repeated,
 )
 from mcftensor.kernels.cpp import GRAIN
+from mcftensor.kernels.facts import facts_of
 from mcftensor.kernels.program import Body, Program, Signature, record
 from mcftensor.kernels.without_float64 import (
     CONTEXTS,
@@ -39,12 +39,6 @@ from mcftensor.kernels.without_float64 import (
 # of one element takes the time of 5,000 to 28,000 elements.
 OF_A_CALL = 1 << 13
 
-# The number of elements from which looking for compiled code, and compiling it, is worthwhile. To
-# look, the function is recorded and printed, which takes the time of five to nine calls of it, and
-# most often no earlier process has compiled it.
-LOOK_AFTER = 1 << 18
-BUILD_AFTER = 1 << 20
-
 LOCK = threading.RLock()
 """Held while components are written or copied, and while a tape is, since another thread may read
 its tensors: it gets the numbers before or after a write, and never some terms of both."""
@@ -56,31 +50,6 @@ if hasattr(os, "register_at_fork"):  # a thread that holds the lock does not exi
 
 # Device types on which Triton kernels run.
 TRITON_DEVICES = ["cuda"]
-
-
-class OnDemand:
-    """C++ that is loaded, or compiled, once it has worked on enough elements.
-
-    Args:
-        source: returns the translation unit, or None without one.
-        is_right: whether the compiled code gives the right bits.
-    """
-
-    def __init__(
-        self, source: Callable[[], str | None], is_right: Callable[[cpu.Launch], bool]
-    ) -> None:
-        self.source, self.is_right = source, is_right
-        self.worked = 0
-        self.launch: cpu.Launch | None = None
-
-    def get(self, elements: int) -> cpu.Launch | None:
-        """Return the compiled code for a call with `elements` elements, or None."""
-        if self.launch is None:
-            before, self.worked = self.worked, self.worked + elements
-            build = before < BUILD_AFTER <= self.worked
-            if (build or before < LOOK_AFTER <= self.worked) and (source := self.source()):
-                self.launch = cpu.load(source, build=build, is_right=self.is_right)
-        return self.launch
 
 
 _call: Callable[[partial[None]], None] = partial.__call__
@@ -134,7 +103,7 @@ def launch(
         done.extend(zip((sum(lengths),), map(_call, (call,)), strict=True))
 
 
-class Kernel(OnDemand):
+class Kernel(cpu.OnDemand):
     """A function compiled for one signature, or to be compiled."""
 
     def __init__(self, body: Body, signature: Signature) -> None:
@@ -178,9 +147,8 @@ class Kernel(OnDemand):
         if compiled is None:
             return False
         tensors = [*columns.vectors, *columns.outputs]
-        shapes = [
-            x.shape for x in next(x for i, x in enumerate(tensors) if i not in columns.shared)
-        ]
+        whole = [i for i in range(len(tensors)) if columns.per_block(i) == BLOCK_SIZE]
+        shapes = [x.shape if whole else shape_of_codes(x.shape) for x in tensors[min(whole or [0])]]
         blocks = [shape_of_shared(shape).numel() for shape in shapes]
         if any(list(map(Tensor.numel, tensors[i])) != blocks for i in columns.shared):
             return False
@@ -294,25 +262,30 @@ def _run(body: Body, columns: Columns) -> None:
     count = len(columns.vectors)
     scalars = tuple([dtype for dtype, _ in kinds])  # type: ignore[misc]
     written = tuple([dtypes[i] for i in outputs])
-    signature = Signature(dtypes[:count], scalars, written, columns.shared, not CONTEXTS.depth)
+    signature = Signature(
+        dtypes[:count], scalars, written, columns.shared, not CONTEXTS.depth, packed=columns.packed
+    )
     kernel = kernel_of(body, signature)
-    own = lengths[outputs[0]]
     asked = [*addresses[:count], *[addresses[i] for i in outputs]]
-    shared = {i if i < count else outputs[i - count] for i in columns.shared}
-    elements = [_elements(x, i in shared) for i, x in enumerate(lengths)]
+    place = [*range(count), *outputs]
+    per_block = {place[i]: columns.per_block(i) for i in range(len(place))}
+    elements = [_elements(x, per_block[i]) for i, x in enumerate(lengths)]
+    own = elements[outputs[0]]
     if 0 not in own and all(are_contiguous):
         if elements.count(own) == len(lengths):
             kernel.run(columns, own, asked)
             return
         # None broadcasts: rows are read from every tensor.
-        are_alike = shared and all(x == own for i, x in enumerate(lengths) if i not in shared)
+        are_alike = columns.shared and all(
+            x == own for i, x in enumerate(elements) if per_block[i] > 1
+        )
         if are_alike and kernel.run_rows(columns, own, asked):
             return
     flat: list[int] = []
     others: list[int] = []
     for i, row in enumerate(zip(*tensors, strict=True)):
         if own[i]:
-            (flat if _lie_alike(row, shared, bool(columns.keys)) else others).append(i)
+            (flat if _lie_alike(row, per_block, bool(columns.keys)) else others).append(i)
     if others:
         eager.run_whole(body, columns.only(others))
     if flat:
@@ -345,27 +318,24 @@ def _kind(column: Sequence[Scalar]) -> tuple[torch.dtype, torch.device | None] |
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _elements(lengths: list[int], is_shared: bool) -> list[int]:
+def _elements(lengths: list[int], per_block: int) -> list[int]:
     """Return numbers of elements from lengths; shared components count whole blocks."""
-    return [BLOCK_SIZE * x for x in lengths] if is_shared else lengths
+    return lengths if per_block == BLOCK_SIZE else [BLOCK_SIZE // per_block * x for x in lengths]
 
 
-def _lie_alike(tensors: Sequence[Tensor], shared: set[int], in_order: bool) -> bool:
+def _lie_alike(tensors: Sequence[Tensor], per_block: dict[int, int], in_order: bool) -> bool:
     """Whether the tensors have the same layout without gaps.
 
     Their elements must also be in order if indices are used or blocks, which are then whole, share
     components.
     """
-    length = max(map(Tensor.numel, tensors))
+    counts = [BLOCK_SIZE // per_block[i] * x.numel() for i, x in enumerate(tensors)]
     first = tensors[0]
-    if all(
-        x.is_contiguous() and x.numel() * (BLOCK_SIZE if i in shared else 1) == length
-        for i, x in enumerate(tensors)
-    ):
+    if len(set(counts)) == 1 and all(map(Tensor.is_contiguous, tensors)):
         return True
     return (
         not in_order
-        and not shared
+        and min(per_block.values()) == BLOCK_SIZE
         and is_dense(first)
         and all(x.shape == first.shape and x.stride() == first.stride() for x in tensors)
     )

@@ -159,8 +159,6 @@ class _Calls:
     """Looks at the states of an optimizer every few steps."""
     when_saved: Callable[[Any], None]
     """Looks at an optimizer over expansions when it gives its state dict."""
-    before_clipping: Callable[[list[Any]], None]
-    """Told of the parameters whose gradients are about to be clipped; it may raise."""
     norm_of_gradients: Callable[[list[Any]], Any]
     """The Euclidean norm of gradients, or None, which leaves it to torch."""
     around_reduction: Callable[[dict[str, Any]], None]

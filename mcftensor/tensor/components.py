@@ -42,6 +42,7 @@ def require_computing(format: Format) -> None:
 
 
 _without_function: Any = torch._C._disabled_torch_function_impl
+_calls_functions = torch._C._is_torch_function_enabled
 _GRAD: Any = torch.Tensor.grad
 _get_grad = _GRAD.__get__
 _SETS_UNTRACED = torch.__version__ >= "2.14"  # its compiler fails to set a descriptor written in C
@@ -310,7 +311,9 @@ class ComponentTensor(torch.Tensor):
         In-place changes of that expansion reach the plain gradient, rounded.
         """
         # Optimizers read it often, and torch's own getter would go through __torch_function__.
-        found: Tensor | None = _without_function(_get_grad, (), (self,))
+        found: Tensor | None = (
+            _without_function(_get_grad, (), (self,)) if _calls_functions() else _get_grad(self)
+        )
         step = current_step()
         if step is None or found is None:
             return found
@@ -372,12 +375,12 @@ def wrapper(cls: type[T], like: Tensor, format: Format) -> T:
     """Return a tensor without storage, with the layout of another one and the dtype of a format."""
     if WAITING:
         prepare()
-    place = like.storage_offset()
+    shape, strides, place = format.layout(like)
     others: dict[str, Any] = {"storage_offset": place} if place else {}  # the argument is slow
     if like.layout is not torch.strided:
         others["layout"] = like.layout
     made: T = torch.Tensor._make_wrapper_subclass(
-        cls, like.shape, strides=like.stride(), dtype=format.dtype, device=like.device, **others
+        cls, shape, strides=strides, dtype=format.dtype, device=like.device, **others
     )
     return made
 
@@ -501,13 +504,14 @@ def check_components(components: Sequence[Tensor], format: Format) -> None:
             f"{format.name}; see mcf.as_expansion, which makes the components from a tensor"
         )
     leading = components[0]
+    shape = format.layout(leading)[0]
     for component, x in zip(wanted, components, strict=True):
         if x.dtype != component.dtype:
             raise TypeError(
                 f"MCFTensor: a component of {x.dtype} in a format of {component.dtype}: the "
                 f"{component.name} of {format.name}"
             )
-        if x.shape != component.shape(leading.shape) or (
+        if x.shape != component.shape(shape) or (
             x.shape == leading.shape and x.stride() != leading.stride()
         ):
             raise ValueError(
