@@ -21,6 +21,7 @@ from mcftensor.formats import (
     bf16i16,
     bf16x2,
     bf16x3,
+    e3m0,
     e4m3i8,
     e4m3i16,
     finfo,
@@ -31,6 +32,7 @@ from mcftensor.formats import (
     fp32x3,
     fp64x2,
     mxfp8,
+    ue4m0,
     ue5m3,
 )
 from mcftensor.functional import fma
@@ -49,7 +51,7 @@ from mcftensor.training.precision_schedule import PrecisionSchedule
 from mcftensor.training.step_in_backward import step_in_backward
 
 if TYPE_CHECKING:
-    from mcftensor import scaling
+    from mcftensor import host, scaling
     from mcftensor.reproducible import order_free_gradients
     from mcftensor.serving import apply_deltas, deltas
 
@@ -70,6 +72,7 @@ __all__ = [
     "checkpoint",
     "collage",
     "deltas",
+    "e3m0",
     "e4m3i8",
     "e4m3i16",
     "eft",
@@ -87,6 +90,7 @@ __all__ = [
     "fp32x3",
     "fp64x2",
     "functional",
+    "host",
     "load_file",
     "meters",
     "mxfp8",
@@ -97,6 +101,7 @@ __all__ = [
     "scaling",
     "selfcheck",
     "step_in_backward",
+    "ue4m0",
     "ue5m3",
     "when_rounded",
     "without_float64",
@@ -129,6 +134,7 @@ _of_wings = wings.names_of_wings(
     {
         "apply_deltas": "serving",
         "deltas": "serving",
+        "host": "host",
         "order_free_gradients": "reproducible",
         "scaling": "scaling",
     },

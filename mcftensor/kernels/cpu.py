@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -148,8 +149,8 @@ def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return " ".join(os.uname())
-    return next((x for x in lines if x.startswith(("flags", "Features"))), os.uname().machine)
+        return " ".join(platform.uname())
+    return next((x for x in lines if x.startswith(("flags", "Features"))), platform.machine())
 
 
 def _is_restricted() -> bool:

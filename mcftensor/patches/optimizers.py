@@ -17,8 +17,9 @@ from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from mcftensor.kernels.facts import facts_of
+from mcftensor.patches.objects import HOSTS
 from mcftensor.patches.sharded_optimizers import mean_over_ranks
-from mcftensor.patches.table import by_name, calls, patch, rows
+from mcftensor.patches.table import by_name, calls, patch, rows, wherever_imported
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import any_format_of, format_of, is_held, local
 from mcftensor.tensor.dtensor import with_gradient_tensors
@@ -41,6 +42,33 @@ _has_rules = attrgetter("_has_rules")
 def _with_expansions(types: list[type]) -> list[type]:
     types.append(MCFTensor)  # in place: others have imported the list
     return types
+
+
+@patch(
+    "torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
+    why="The foreach paths and averages of models group the tensors of several lists. PyTorch "
+    "refuses most lists of unlike dtypes, and before 2.13 a list in bfloat16 beside another too.",
+    loss="foreach=True and AveragedModel raise if states or averages have another dtype than the "
+    "weights, as those of fp16i16; use foreach=False.",
+    releases="2.9 to 2.14",
+    takes=("tensorlistlist",),
+)
+@wherever_imported
+@by_name
+def _by_the_first_list(group: Callable[[], Any], given: dict[str, Any]) -> Any:
+    try:
+        return group()
+    except RuntimeError:
+        lists: list[list[Any]] = given["tensorlistlist"]
+        if not any(any_format_of(x) for x in itertools.chain(*lists)):
+            raise
+        places: dict[Any, list[int]] = {}
+        for i, x in enumerate(lists[0]):
+            places.setdefault((x.device, x.dtype), []).append(i)
+        return {
+            key: ([[each[i] for i in chosen] if each else [] for each in lists], chosen)
+            for key, chosen in places.items()
+        }
 
 
 def plan_of(optimizer: Optimizer) -> Any:
@@ -125,7 +153,7 @@ def _naming_what_helps(unscale: Callable[[], Any], given: dict[str, Any]) -> Any
             f"{error} Parameters in float16 formats have float16 gradients. Give "
             f"{type(optimizer).__name__} fused=True, whose step unscales them; or, to call "
             "scaler.unscale_(optimizer), have the gradients in bfloat16: p.grad_dtype = "
-            "torch.bfloat16 for each parameter"
+            "torch.bfloat16 for each parameter, with torch 2.10 or newer"
         ) from error
 
 
@@ -203,9 +231,13 @@ def _away_from_compiler(function: Callable[..., Any], *args: Any, **kwargs: Any)
     return function(*args, **kwargs)
 
 
+def _may_be_traced() -> bool:
+    return torch.compiler.is_compiling() or _compiler() is not None
+
+
 def untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the result of a function, which compilers do not trace."""
-    if torch.compiler.is_compiling() or _compiler() is not None:
+    if _may_be_traced():
         return _away_from_compiler(function, *args, **kwargs)
     return function(*args, **kwargs)
 
@@ -260,7 +292,11 @@ CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers whose parameters were looked at since the latest conversion of a module."""
 
 WATCHING: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Handles that look at each optimizer before its step, and may raise: `OrderFree`."""
+"""Handles that look at each optimizer before its step, and may raise."""
+
+RELEASING: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Handles that take gradients in backward, and are told of parameters whose gradients are about to
+be clipped; they may raise."""
 
 
 def looked_at(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -361,7 +397,8 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if has_expansions(self):
-            return untraced(take, self, *args, **kwargs)
+            taking = _beside_handles(take) if _may_be_traced() else take
+            return untraced(taking, self, *args, **kwargs)
         if _sums_gradients(self):
             return untraced(asking, functools.partial(step, self, *args, **kwargs))
         return step(self, *args, **kwargs)
@@ -373,6 +410,20 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
         chosen._breaks_graphs = True  # type: ignore[attr-defined]
     # The function under two decorators stays the step without its graph break, to compile whole.
     return functools.update_wrapper(chosen, getattr(step, "__wrapped__", step))
+
+
+def _beside_handles(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step that handles look at before it, and that hosts are told of."""
+
+    def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        for handle in list(WATCHING):
+            handle.look_at(self)
+        result = step(self, *args, **kwargs)
+        for host in list(HOSTS):
+            host.after_optimizer(self)
+        return result
+
+    return take
 
 
 def _subclasses(cls: type[Optimizer]) -> Iterator[type[Optimizer]]:
@@ -398,14 +449,12 @@ def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if WATCHING:
-            for handle in list(WATCHING):
-                handle.look_at(self)
         if torch.compiler.is_compiling():
             return hooked(self, *args, **kwargs)
         outer = current_step()
         is_apart = outer is not None and outer.is_assigned
-        return (closure(watched) if is_apart else watched)(self, *args, **kwargs)
+        taking = closure(watched) if is_apart else watched
+        return _beside_handles(taking)(self, *args, **kwargs)
 
     functools.update_wrapper(step, hooked)
     step.__wrapped__ = hooked.__wrapped__  # type: ignore[attr-defined]  # as deep as torch's
@@ -524,7 +573,8 @@ def _asking_first(clip: Callable[[], None], given: dict[str, Any]) -> None:
     if not isinstance(given["parameters"], Tensor):
         given["parameters"] = list(given["parameters"])
     chosen = given["parameters"]
-    calls.before_clipping([chosen] if isinstance(chosen, Tensor) else chosen)
+    for handle in list(RELEASING):
+        handle.require_held([chosen] if isinstance(chosen, Tensor) else chosen)
     clip()
 
 
@@ -533,10 +583,10 @@ CLIPS = rows(
     "torch.nn.utils.clip_grads_with_norm_",
     "torch.nn.utils.clip_grad.clip_grad_value_",
     "torch.nn.utils.clip_grad_value_",
-    why="When gradients are released in backward, `clip_grad_norm_` and `clip_grad_value_` "
-    "find no gradients and clip nothing.",
+    why="When gradients are released in backward, or are on the host, `clip_grad_norm_` and "
+    "`clip_grad_value_` find no gradients and clip nothing.",
     loss="clip_grad_norm_ returns 0 and clips nothing when gradients are released; give "
-    "mcf.step_in_backward clip_by_previous_norm.",
+    "mcf.step_in_backward clip_by_previous_norm, and clip the parameters of mcf.host.weights.",
     when="mcf.step_in_backward(model, optimizer)",
     change=_asking_first,
     takes=("parameters",),
