@@ -21,6 +21,7 @@ from mcftensor.formats import (
     bf16i16,
     bf16x2,
     bf16x3,
+    e3m0,
     e4m3i8,
     e4m3i16,
     finfo,
@@ -31,6 +32,7 @@ from mcftensor.formats import (
     fp32x3,
     fp64x2,
     mxfp8,
+    ue4m0,
     ue5m3,
 )
 from mcftensor.functional import fma
@@ -70,6 +72,7 @@ __all__ = [
     "checkpoint",
     "collage",
     "deltas",
+    "e3m0",
     "e4m3i8",
     "e4m3i16",
     "eft",
@@ -98,6 +101,7 @@ __all__ = [
     "scaling",
     "selfcheck",
     "step_in_backward",
+    "ue4m0",
     "ue5m3",
     "when_rounded",
     "without_float64",

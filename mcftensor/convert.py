@@ -27,10 +27,10 @@ from mcftensor.dispatch.operands import value_in
 from mcftensor.dispatch.registry import implements
 from mcftensor.formats import (
     Format,
-    bf16i16,
     bf16x2,
     bf16x3,
     default_format,
+    for_shape,
     is_vector,
     require_format,
 )
@@ -433,11 +433,6 @@ class _Choice:
             known = self.present.get(is_vector(x.shape)) or next(iter(self.present.values()))
             return for_shape(known, x.shape)
         return format_of_weights(x, self.lr)
-
-
-def for_shape(format: Format, shape: torch.Size) -> Format:
-    """Return the format of a parameter, given one for all: vectors have no rows with scales."""
-    return bf16i16 if format.shared and is_vector(shape) else format
 
 
 @torch.no_grad()

@@ -23,9 +23,8 @@ from mcftensor.checkpoint.loading import read_checkpoint
 from mcftensor.checkpoint.saving import save_terms, size_in_bytes
 from mcftensor.checkpoint.state_dicts import as_terms
 from mcftensor.checkpoint.torch_optimizers import BESIDE, metadata_of, state_name
-from mcftensor.convert import for_shape
 from mcftensor.dispatch.operands import after
-from mcftensor.formats import PLAIN, Format, bf16i16
+from mcftensor.formats import PLAIN, Format, bf16i16, for_shape
 from mcftensor.formats.requirements import require_floats
 from mcftensor.options import say
 from mcftensor.tensor import MCFTensor
@@ -239,7 +238,7 @@ def _is_wide(entry: Entry) -> bool:
 
 
 def _size(entry: Entry) -> int:
-    return entry.shape.numel() * entry.format.bytes
+    return int(entry.shape.numel() * entry.format.bytes)
 
 
 def _likes(name: str, shape: torch.Size, format: Format) -> dict[str, Tensor]:

@@ -255,7 +255,8 @@ def _one(tape: Tape, x: Any, is_target: bool) -> _New | None:
     else:
         return None
     leading = components[0]
-    layout = tape.layout_of(leading) if type(leading) in _PLAIN else None
+    format = mark.variable.format if isinstance(mark, _Mark) else mark
+    layout = tape.layout_of(leading, format) if type(leading) in _PLAIN else None
     if layout is None or not (is_own or (not is_target and layout[0][1].numel() <= SMALL)):
         return None
     if cls is MCFTensor and mark.is_stored:

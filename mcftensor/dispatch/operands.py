@@ -39,6 +39,11 @@ def leaves(tree: Any) -> list[Any]:
     return found
 
 
+def is_float(x: Any) -> bool:
+    """Return whether an argument is a floating tensor."""
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree of arguments with a function applied to each leaf."""
     if type(tree) in (tuple, list):
@@ -241,7 +246,7 @@ def template(x: MCFTensor) -> Tensor:
     """Return a plain tensor with the layout and dtype of x."""
     if x._component0.dtype == x._format.dtype:
         return x._component0
-    return torch.empty_like(x._component0, dtype=x._format.dtype)
+    return torch.empty_like(x._format.template(x._component0), dtype=x._format.dtype)
 
 
 def value_of(x: Tensor, format: Format, operands: Sequence[MCFTensor] = ()) -> MCFTensor:

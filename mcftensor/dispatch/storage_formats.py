@@ -213,7 +213,10 @@ def numbers_of(tensors: Sequence[Tensor]) -> list[Tensor]:
             x._collapsed(_dtype_of(x)) if isinstance(x, MCFTensor) else x.to(_dtype_of(x))
             for x in tensors
         ]
-    made = [torch.empty_like(_components(x)[0], dtype=_dtype_of(x)) for x in tensors]
+    made = [
+        torch.empty_like(_format_of(x).template(_components(x)[0]), dtype=_dtype_of(x))
+        for x in tensors
+    ]
     for rows in _alike(tensors):
         decode_columns(*_stored([tensors[i] for i in rows]), [made[i] for i in rows])
     for x, numbers in zip(tensors, made, strict=True):
@@ -412,7 +415,11 @@ def _part_of(x: Tensor, numbers: Tensor, part: slice) -> tuple[Format, list[Colu
     if not format.shared:
         return format, [[y[part]] for y in own], scratch
     blocks = slice(part.start // BLOCK_SIZE, part.stop // BLOCK_SIZE)
-    cut = [y[blocks if i in format.shared else part] for i, y in enumerate(own)]
+    halves = slice(part.start // 2, part.stop // 2)
+    cut = [
+        y[blocks if i in format.shared else halves if i in format.packed else part]
+        for i, y in enumerate(own)
+    ]
     rows = blocks.stop - blocks.start
     return format, [[y.view(rows, -1)] for y in cut], scratch.view(rows, -1)
 

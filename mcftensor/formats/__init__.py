@@ -4,9 +4,11 @@ from mcftensor.arithmetic.machine_numbers import Machine as Machine
 from mcftensor.arithmetic.network_numbers import Network as Network
 from mcftensor.formats.block_codes import BlockFormat as BlockFormat
 from mcftensor.formats.block_codes import Scales as Scales
+from mcftensor.formats.block_codes import SecondMoments as SecondMoments
 from mcftensor.formats.block_codes import mxfp8 as mxfp8
 from mcftensor.formats.block_codes import ue5m3 as ue5m3
 from mcftensor.formats.defaults import default_format as default_format
+from mcftensor.formats.defaults import for_shape as for_shape
 from mcftensor.formats.defaults import is_vector as is_vector
 from mcftensor.formats.e4m3_integer import ComputeViewFormat as ComputeViewFormat
 from mcftensor.formats.e4m3_integer import ScaledTailFormat as ScaledTailFormat
@@ -31,6 +33,8 @@ from mcftensor.formats.format import PlainFormat as PlainFormat
 from mcftensor.formats.format import Rules as Rules
 from mcftensor.formats.format import bytes_of as bytes_of
 from mcftensor.formats.format import named as named
+from mcftensor.formats.four_bits import e3m0 as e3m0
+from mcftensor.formats.four_bits import ue4m0 as ue4m0
 from mcftensor.formats.integer_tails import TailFormat as TailFormat
 from mcftensor.formats.integer_tails import bf16i8 as bf16i8
 from mcftensor.formats.integer_tails import bf16i16 as bf16i16

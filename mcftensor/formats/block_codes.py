@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +27,16 @@ _LOST = 20  # bits of a float32's significand beyond the three in a code
 _NO_NUMBER = 255  # the scale NaN
 _MOST = 0x7F700000  # 1.875 * 2^127, the largest number of four bits
 # The largest scale, of blocks with numbers that are too large. Its last codes are special values.
-_TOP, _INFINITE, _UNDEFINED = 254, 254, 255
+_TOP = 254
+
+
+def require_rows(shape: torch.Size) -> None:
+    """Raise ValueError for the shape of a vector or a number, which has no rows."""
+    if len(shape) < 2:
+        raise ValueError(
+            f"block formats store tensors of two or more dimensions, not of shape "
+            f"{tuple(shape)}; use mcf.bf16i16 for vectors"
+        )
 
 
 class Scales(Component):
@@ -43,11 +53,7 @@ class Scales(Component):
         Raises:
             ValueError: the tensor has less than two dimensions.
         """
-        if len(shape) < 2:
-            raise ValueError(
-                f"block formats store tensors of two or more dimensions, not of shape "
-                f"{tuple(shape)}; use mcf.bf16i16 for vectors"
-            )
+        require_rows(shape)
         return shape_of_shared(shape)
 
 
@@ -139,12 +145,52 @@ class MXFP8(BlockFormat):
         """Return the sign and the first bits of the magnitude divided by the scale."""
         unscaled = ((254 - scales) << 23).view(torch.float32)  # 2^127 at most, and normal
         held = torch.where(magnitude > _MOST, _MOST, magnitude).view(torch.float32)
-        codes = _rounded(e4m3_patterns(held * unscaled, noise), noise)
+        codes = round_off(e4m3_patterns(held * unscaled, noise), noise)
         codes = codes | ((x.view(torch.int32) >> 24) & 0x80)
         return torch.where(magnitude < _INFINITY, codes, 0x7F).to(torch.uint8)
 
 
-class UE5M3(BlockFormat):
+class SecondMoments(BlockFormat):
+    """Unsigned codes that are zero for zero alone, and with two special values.
+
+    Under the largest scale the last two codes are an infinity and a NaN.
+    """
+
+    infinite: ClassVar[int]
+    """The code of an infinity; the next one is that of a NaN."""
+
+    def require(self, x: Tensor) -> None:
+        """Raise ValueError for a tensor that cannot be stored, or has negative elements."""
+        super().require(x)
+        is_seen = not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
+        if is_seen and bool((x < 0).any()):
+            raise ValueError(
+                f"{self.name} holds second moments, and {int((x < 0).sum())} of {x.numel()} "
+                "elements are negative; use mcf.mxfp8"
+            )
+
+    def decode(self, stored: Floats) -> Floats:
+        """Return codes times scales; the last two codes of the largest scale are special values."""
+        codes, scales = stored
+        (x,) = super().decode(stored)
+        is_special = (codes >= self.infinite) & (spread(scales, codes) == _TOP)
+        special = torch.where(codes == self.infinite, torch.inf, torch.nan)
+        return (torch.where(is_special, special, x),)
+
+    def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
+        """Return all patterns; negative numbers and NaNs count as infinite."""
+        return torch.where(x >= 0, magnitude, _INFINITY)
+
+    def with_special(self, codes: Tensor, x: Tensor, magnitude: Tensor, scales: Tensor) -> Tensor:
+        """Return codes of numbers, given those of finite ones above zero, with special values."""
+        infinite = self.infinite
+        top = torch.where(codes < infinite, codes, infinite - 1)
+        top = torch.where(x > 0, torch.where(magnitude < _INFINITY, top, infinite), infinite + 1)
+        codes = torch.where(scales == _TOP, top, codes)
+        return torch.where(magnitude == 0, 0, codes).to(torch.uint8)
+
+
+class UE5M3(SecondMoments):
     """Unsigned codes for second moments: 4 significant bits over 32 binades, and zero.
 
     Code c above 0 is (1 + (c & 7) / 8) * 2^((c >> 3) - 31) times the scale. The scale is the power
@@ -158,37 +204,17 @@ class UE5M3(BlockFormat):
     also stands for a negative number. No other element becomes one of these.
     """
 
+    infinite = 254
+
     @property
     def largest(self) -> float:
         """1.625 * 2^127, since the last two codes of the largest scale are special values."""
         return 1.625 * 2.0**127
 
-    def require(self, x: Tensor) -> None:
-        """Raise ValueError for a tensor that cannot be stored, or has negative elements."""
-        super().require(x)
-        is_seen = not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
-        if is_seen and bool((x < 0).any()):
-            raise ValueError(
-                f"{self.name} holds second moments, and {int((x < 0).sum())} of {x.numel()} "
-                "elements are negative; use mcf.mxfp8"
-            )
-
     def read(self, codes: Tensor) -> Tensor:
         """Return the codes as bits of a float32: exponent and first bits of the significand."""
         x = ((codes << _LOST) + (96 << 23)).view(torch.float32)
         return torch.where(codes == 0, 0.0, x)
-
-    def decode(self, stored: Floats) -> Floats:
-        """Return codes times scales; the last two codes of the largest scale are special values."""
-        codes, scales = stored
-        (x,) = super().decode(stored)
-        is_special = (codes >= _INFINITE) & (spread(scales, codes) == _TOP)
-        special = torch.where(codes == _INFINITE, torch.inf, torch.nan)
-        return (torch.where(is_special, special, x),)
-
-    def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
-        """Return all patterns; negative numbers and NaNs count as infinite."""
-        return torch.where(x >= 0, magnitude, _INFINITY)
 
     def scale_of(self, largest: Tensor) -> Tensor:
         """Return the exponent of the largest number, or the next one."""
@@ -204,12 +230,9 @@ class UE5M3(BlockFormat):
         y = x.abs() * unscaled
         is_top = scales == _TOP
         bits = y.view(torch.int32) - (is_top.to(torch.int32) << 23) - (96 << 23)
-        codes = _rounded(bits if noise is None else _by_roots(bits), noise)
+        codes = round_off(bits if noise is None else _by_roots(bits), noise)
         codes = codes.maximum(torch.ones_like(codes))
-        top = torch.where(codes < _INFINITE, codes, _INFINITE - 1)
-        top = torch.where(x > 0, torch.where(magnitude < _INFINITY, top, _INFINITE), _UNDEFINED)
-        codes = torch.where(is_top, top, codes)
-        return torch.where(magnitude == 0, 0, codes).to(torch.uint8)
+        return self.with_special(codes, x, magnitude, scales)
 
 
 def factors_of(scales: Tensor, like: Tensor) -> Tensor:
@@ -246,11 +269,11 @@ def _by_roots(bits: Tensor) -> Tensor:
     return bits + ((((t * (0x8000 - t)) >> 10) * steps) >> 9)
 
 
-def _rounded(bits: Tensor, noise: Noise | None) -> Tensor:
-    """Round off the last bits of patterns: ties to even, or by noise."""
+def round_off(bits: Tensor, noise: Noise | None, lost: int = _LOST) -> Tensor:
+    """Round off the last `lost` bits of patterns: ties to even, or by noise."""
     if noise is not None:
-        return (bits + noise.bits(_LOST)) >> _LOST
-    return (bits + ((bits >> _LOST) & 1) + ((1 << (_LOST - 1)) - 1)) >> _LOST
+        return (bits + noise.bits(lost)) >> lost
+    return (bits + ((bits >> lost) & 1) + ((1 << (lost - 1)) - 1)) >> lost
 
 
 for _rounding in SUFFIXES:

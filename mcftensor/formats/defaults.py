@@ -10,7 +10,19 @@ from torch import Tensor
 from mcftensor.arithmetic.base_types import BASES, NARROW
 from mcftensor.formats.expansion_format import ExpansionFormat, bf16x2, bf16x3
 from mcftensor.formats.format import Format
+from mcftensor.formats.four_bits import FourBitFormat
 from mcftensor.formats.integer_tails import bf16i16
+
+
+def for_shape(format: Format, shape: torch.Size) -> Format:
+    """Return the format of a tensor, given one for all.
+
+    Vectors have no rows with scales, and an odd second dimension has no halves for packed codes.
+    """
+    if format.shared and is_vector(shape):
+        return bf16i16
+    return format.unpacked if isinstance(format, FourBitFormat) and shape[1] % 2 else format
+
 
 _LARGE = 0.75
 """Root mean square of weights above which two terms are too coarse. It is above the root mean

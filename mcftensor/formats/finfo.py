@@ -74,7 +74,7 @@ def finfo(format: Format | str) -> FInfo:
         full_precision_min = normal
     return FInfo(
         dtype=format.name,
-        bits=8 * format.bytes,
+        bits=int(8 * format.bytes),
         eps=eps,
         max=largest,
         min=-largest,

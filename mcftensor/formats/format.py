@@ -17,6 +17,7 @@ from mcftensor.arithmetic.noise import Noise, Rounding
 from mcftensor.arithmetic.number_protocol import Floats, Number, Numbers, Sum
 from mcftensor.formats.moving import move_component, move_rows
 from mcftensor.formats.registration_checks import require_codec
+from mcftensor.kernels.block_scales import shape_of_codes
 from mcftensor.kernels.without_float64 import widest
 
 F = TypeVar("F", bound="Format")
@@ -58,6 +59,11 @@ class Component:
     @property
     def is_shared(self) -> bool:
         """Whether it holds one number for each block of elements, in the shape of `shape`."""
+        return False
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a byte holds the codes of two elements."""
         return False
 
     def shape(self, shape: torch.Size) -> torch.Size:
@@ -227,7 +233,7 @@ class Format:
         return (PLAIN[leading].name, (0,)) if is_shared_float else None
 
     @property
-    def bytes(self) -> int:
+    def bytes(self) -> float:
         """Bytes an element, without components that blocks share."""
         return sum(x.dtype.itemsize for x in self.components if not x.is_shared)
 
@@ -313,6 +319,24 @@ class Format:
     def shared(self) -> frozenset[int]:
         """The indices of components that blocks of elements share."""
         return frozenset(i for i, x in enumerate(self.components) if x.is_shared)
+
+    @functools.cached_property
+    def packed(self) -> frozenset[int]:
+        """The indices of components with the codes of two elements in a byte."""
+        return frozenset(i for i, x in enumerate(self.components) if x.is_packed)
+
+    def layout(self, leading: Tensor) -> tuple[torch.Size, tuple[int, ...], Any]:
+        """Return shape, strides and storage offset of a tensor with this leading component."""
+        shape, strides, start = leading.shape, leading.stride(), leading.storage_offset()
+        if not self.components[0].is_packed:
+            return shape, strides, start
+        return shape_of_codes(shape), (2 * strides[0], *strides[1:]), 2 * start
+
+    def template(self, leading: Tensor) -> Tensor:
+        """Return a tensor like those with this leading component: of their shape and device."""
+        if not self.components[0].is_packed:
+            return leading
+        return leading.new_empty(()).expand(shape_of_codes(leading.shape))
 
     @functools.cached_property
     def takes_key(self) -> bool:

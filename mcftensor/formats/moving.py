@@ -91,6 +91,13 @@ def _takes_rows(name: str, shape: torch.Size, args: Any, kwargs: Any) -> bool:
     return False
 
 
+def view_of_rows(name: str, shape: torch.Size, args: Any) -> torch.Size | None:
+    """Return the shape of a view by an operator of this name if it has the same rows, else None."""
+    if name not in _VIEWS or not _keeps_rows(shape, args):
+        return None
+    return torch.empty(shape, device="meta").view(args[0]).shape
+
+
 def _keeps_rows(shape: torch.Size, args: Any) -> bool:
     """Whether a view with another shape has the same rows."""
     other = args[0] if args and isinstance(args[0], (list, tuple)) else ()

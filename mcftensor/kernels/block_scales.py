@@ -1,4 +1,5 @@
-"""Components shared by *blocks* of 32 elements of a row: shapes, maxima and repetition.
+"""Components shared by *blocks* of 32 elements of a row: shapes, maxima and repetition; and bytes
+with two codes of a row.
 
 A row holds the elements of one index of the first dimension. If its length is not a multiple of
 32, its last block is shorter.
@@ -48,3 +49,41 @@ def spread(shared: Tensor, like: Tensor) -> Tensor:
     length = torch.Size(like.shape[1:]).numel()
     rows = shared.view(like.shape[0], -1).repeat_interleave(BLOCK_SIZE, 1)[:, :length]
     return made.copy_(rows.reshape(like.shape))
+
+
+def shape_of_packed(shape: torch.Size) -> torch.Size:
+    """Return the shape of bytes that hold two codes each: half the second dimension."""
+    return torch.Size((*shape[:1], shape[1] // 2, *shape[2:]))
+
+
+def shape_of_codes(shape: torch.Size) -> torch.Size:
+    """Return the shape of the codes in bytes of some shape."""
+    return torch.Size((*shape[:1], 2 * shape[1], *shape[2:]))
+
+
+def _pack_fake(codes: Tensor) -> Tensor:
+    return codes.new_empty(codes.shape if codes.dim() < 2 else shape_of_packed(codes.shape))
+
+
+def _unpack_fake(packed: Tensor) -> Tensor:
+    return packed.new_empty(packed.shape if packed.dim() < 2 else shape_of_codes(packed.shape))
+
+
+@opaque(_pack_fake, lays_out=True)
+def pack(codes: Tensor) -> Tensor:
+    """Return bytes with two neighbours of a row each, the first one in the last bits.
+
+    A vector, as which functions are recorded, is unchanged: programs have one code in each lane.
+    """
+    if codes.dim() < 2:
+        return codes.clone()
+    pairs = codes.reshape(codes.shape[0], codes.shape[1:].numel() // 2, 2)
+    return (pairs[..., 0] | pairs[..., 1] << 4).view(shape_of_packed(codes.shape))
+
+
+@opaque(_unpack_fake, lays_out=True)
+def unpack(packed: Tensor) -> Tensor:
+    """Return the codes in bytes with two each; a vector is unchanged."""
+    if packed.dim() < 2:
+        return packed.clone()
+    return torch.stack([packed & 15, packed >> 4], -1).view(shape_of_codes(packed.shape))

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from mcftensor.kernels.block_scales import BLOCK_SIZE
+
 T = TypeVar("T")
 K = TypeVar("K")
 
@@ -71,6 +73,7 @@ class Columns:
         outputs: columns of tensors that are written.
         keys: one key for each call if random numbers are drawn, else none.
         shared: the indices of columns, vectors first and then outputs, with one value per block.
+        packed: the indices of columns with two codes in a byte.
         done: None, or a list to which the numbers of written elements are appended, in order. The
             bytecode that writes the elements also appends, so that no signal handler of Python runs
             between the two.
@@ -82,6 +85,7 @@ class Columns:
     keys: Column = ()
     shared: frozenset[int] = frozenset()
     done: list[tuple[int, None]] | None = None
+    packed: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.outputs[0])
@@ -99,7 +103,12 @@ class Columns:
             [self.keys[i] for i in rows] if self.keys else (),
             self.shared,
             self.done,
+            self.packed,
         )
+
+    def per_block(self, i: int) -> int:
+        """Return the number of values that a column has for a block."""
+        return 1 if i in self.shared else BLOCK_SIZE // 2 if i in self.packed else BLOCK_SIZE
 
     def every_scalar(self) -> list[Sequence[Scalar]]:
         """Return the columns of scalars, keys last."""

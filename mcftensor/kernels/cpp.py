@@ -53,6 +53,7 @@ _DIALECT = Dialect(
         "vector": "load<U>(in{0} + {i}, n)",
         ("vector", torch.int64): "load<UL>(in{0} + {i}, n)",
         ("vector", torch.float64): "load<UL>(in{0} + {i}, n)",
+        "packed": "unpacked(in{0} + {i} / 2)",
         "shared": "all<U>(in{0}[{first} / SHARING])",
         "block_max": "block_max(valid, {0})",
         "scalar": "entered<{type}>(scalar{0})",
@@ -366,6 +367,22 @@ INLINE I block_max(int32_t valid, V... vectors) {  // the elements from `valid` 
   ((vectors &= place < valid, most = most > vectors ? most : vectors, place += LANES), ...);
   return largest<LANES / 2>(most);
 }
+
+// Two codes of four bits in a byte, the first one in its last bits.
+INLINE U unpacked(const uint8_t *p) {
+  uint32_t words[(LANES + 7) / 8] = {};
+  __builtin_memcpy(words, p, LANES / 2);
+  U place = counted<U>(), x = all<U>(words[0]);
+  if constexpr (LANES > 8) x = place < 8 ? x : all<U>(words[LANES / 16]);
+  return x >> (place % 8 * 4) & 15;
+}
+INLINE void pack(uint8_t *p, U pattern) {
+  typedef uint64_t Pairs __attribute__((vector_size(4 * LANES)));
+  typedef uint8_t Halved __attribute__((vector_size(LANES / 2)));
+  Pairs x = as<Pairs>(pattern);
+  Halved y = __builtin_convertvector(x | x >> 28, Halved);
+  __builtin_memcpy(p, &y, sizeof y);
+}
 """
 )
 
@@ -429,7 +446,7 @@ _SHARING_REST = "for (; i < end; i += SHARING) compute(i, n);"
 _ROWS = """\
 static void run_rows(
     const int64_t *word, const double *number, int64_t count, int64_t begin, int64_t end) {{
-  static constexpr int64_t size[] = {{{sizes}}};
+  static constexpr int64_t bits[] = {{{bits}}};
   static constexpr bool is_shared[] = {{{are_shared}}};
   const int64_t width = word[{words} * count], blocks = (width + SHARING - 1) / SHARING;
   if (width % SHARING == 0) return run(word, number, count, begin, end, SHARING);
@@ -444,18 +461,21 @@ static void run_rows(
     const int64_t whole = left < most ? left : most, rest = width - inside * SHARING;
     for (int k = 0; k < {tensors}; ++k) {{
       const int64_t memory = word[(k + 1) * count];
-      if (is_shared[k]) words[k + 1] = memory + (block - i / SHARING) * size[k];
+      if (is_shared[k]) words[k + 1] = memory + (block - i / SHARING) * bits[k] / 8;
       else if (whole) words[k + 1] = memory;
       else {{
-        words[k + 1] = int64_t(held[k]) - i * size[k];
-        if (k < {inputs}) __builtin_memcpy(held[k], (char *)memory + i * size[k], rest * size[k]);
+        words[k + 1] = int64_t(held[k]) - i * bits[k] / 8;
+        if (k < {inputs})
+          __builtin_memcpy(held[k], (char *)memory + i * bits[k] / 8, rest * bits[k] / 8);
       }}
     }}
     run(words, numbers, 1, i, i + (whole ? whole : 1) * SHARING, whole ? SHARING : rest);
     if (!whole)
       for (int k = {inputs}; k < {tensors}; ++k)
-        if (!is_shared[k])
-          __builtin_memcpy((char *)word[(k + 1) * count] + i * size[k], held[k], rest * size[k]);
+        if (!is_shared[k]) {{
+          char *there = (char *)word[(k + 1) * count] + i * bits[k] / 8;
+          __builtin_memcpy(there, held[k], rest * bits[k] / 8);
+        }}
     block += whole ? whole : 1;
   }}
 }}
@@ -525,7 +545,9 @@ def _rows(signature: Signature, words: int, numbers: int) -> str:
     """Return the function that computes rows, given the numbers of words and scalars of a set."""
     dtypes = (*signature.vectors, *signature.outputs)
     return _ROWS.format(
-        sizes=", ".join(str(x.itemsize) for x in dtypes),
+        bits=", ".join(
+            str(4 if i in signature.packed else 8 * x.itemsize) for i, x in enumerate(dtypes)
+        ),
         are_shared=", ".join(str(i in signature.shared).lower() for i in range(len(dtypes))),
         tensors=len(dtypes),
         inputs=len(signature.vectors),
@@ -574,7 +596,10 @@ def _lines(
         if program.signature.shares(i):
             lines.append([f"out{i}[{words[0]['first']} / SHARING] = {patterns[0]}[0];"])
             continue
-        if in_pairs:
+        if len(program.signature.vectors) + i in program.signature.packed:
+            both = zip(words, patterns, strict=True)
+            lines.append([f"pack(out{i} + {at['i']} / 2, {pattern});" for at, pattern in both])
+        elif in_pairs:
             lines.append([f"store_pair(out{i} + {words[0]['first']}, {', '.join(patterns)});"])
         else:
             both = zip(words, patterns, strict=True)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels import cpu, cuda, execute, first_use
+from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.cpp import BITS, GRAIN
 from mcftensor.kernels.digit_body import KINDS, add_eagerly, body_of_digits, signature_of_digits
 from mcftensor.kernels.first_use import Arrangement, hard_numbers, hard_vectors
@@ -533,7 +534,7 @@ def is_right_in_triton(program: Program) -> Callable[[first_use.Launch, Arrangem
 
     def is_right(launch: first_use.Launch, arrangement: Arrangement) -> bool:
         lowest, positions, lengths = -70, 139, [*first_use.LENGTHS]
-        terms = [hard_vectors(dtype, i, False, arrangement) for i in range(factors)]
+        terms = [hard_vectors(dtype, i, BLOCK_SIZE, arrangement) for i in range(factors)]
         expected = torch.zeros(len(lengths), positions + KINDS, dtype=torch.int64, device="cpu")
         for row, *parts in zip(expected, *terms, strict=True):
             x, y = parts[0].cpu(), parts[1].cpu() if factors > 1 else None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcftensor.kernels.block_scales import BLOCK_SIZE
+from mcftensor.kernels.block_scales import BLOCK_SIZE, shape_of_codes
 from mcftensor.kernels.columns import Columns, Scalar, on_device
 from mcftensor.kernels.program import Body
 
@@ -25,7 +26,7 @@ def run(body: Body, columns: Columns) -> None:
     """
     for call in columns:
         output = call.outputs[0][0]
-        length = output.numel()
+        length = output.numel() * BLOCK_SIZE // call.per_block(len(call.vectors))
         size = CHUNK if output.device.type == "cpu" else CHUNK_ON_OTHERS
         if length <= size:
             run_whole(body, call)
@@ -35,7 +36,7 @@ def run(body: Body, columns: Columns) -> None:
         for start in range(0, length, size):
             part = slice(start // width, (start + size) // width)
             vectors, outputs = ([[x[part]] for (x,) in y] for y in (call.vectors, call.outputs))
-            chunk = Columns(vectors, call.scalars, outputs, call.keys, call.shared, call.done)
+            chunk = dataclasses.replace(call, vectors=vectors, outputs=outputs)
             run_whole(body, chunk, start)
 
 
@@ -48,20 +49,22 @@ def flat(call: Columns) -> Columns:
     def seen(i: int, x: Tensor) -> Tensor:
         if not call.shared:
             return x.as_strided((x.numel(),), (1,))
-        width = 1 if i in call.shared else BLOCK_SIZE
+        width = call.per_block(i)
         return x.as_strided((x.numel() // width, width), (width, 1))
 
     count = len(call.vectors)
     vectors = [[seen(i, x)] for i, (x,) in enumerate(call.vectors)]
     outputs = [[seen(count + i, x)] for i, (x,) in enumerate(call.outputs)]
-    return Columns(vectors, call.scalars, outputs, call.keys, call.shared, call.done)
+    return dataclasses.replace(call, vectors=vectors, outputs=outputs)
 
 
 def run_whole(body: Body, columns: Columns, start: int = 0) -> None:
     """Run a function on tensors of any layout; the first element has the index `start`."""
     for call in columns:
         outputs = [x for (x,) in call.outputs]
-        index = indices(outputs[0]) + start if call.keys else torch.empty(0, device="cpu")
+        index = torch.empty(0, device="cpu")
+        if call.keys:
+            index = indices(outputs[0], len(call.vectors) in call.packed) + start
         scalars = [_there(x, outputs[0].device) for (x,) in call.every_scalar()]
         results = body([x for (x,) in call.vectors], scalars, index)
         writes = map(_store, [outputs], [list(results)])
@@ -85,6 +88,9 @@ def _there(x: Scalar, device: torch.device) -> Scalar:
     return torch.full((), x, dtype=torch.float64, device=device)
 
 
-def indices(x: Tensor) -> Tensor:
-    """Return the index of each element of a tensor, in the order of its dimensions."""
-    return torch.arange(x.numel(), device=x.device).view(x.shape)
+def indices(x: Tensor, is_packed: bool = False) -> Tensor:
+    """Return the index of each element of a tensor, or of each code in packed bytes, in the order
+    of its dimensions.
+    """
+    shape = shape_of_codes(x.shape) if is_packed else x.shape
+    return torch.arange(shape.numel(), device=x.device).view(shape)

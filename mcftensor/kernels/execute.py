@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels import cpp, cpu, cuda, eager, first_use
-from mcftensor.kernels.block_scales import BLOCK_SIZE, shape_of_shared
+from mcftensor.kernels.block_scales import BLOCK_SIZE, shape_of_codes, shape_of_shared
 from mcftensor.kernels.columns import (
     Columns,
     Scalar,
@@ -178,9 +178,8 @@ class Kernel(OnDemand):
         if compiled is None:
             return False
         tensors = [*columns.vectors, *columns.outputs]
-        shapes = [
-            x.shape for x in next(x for i, x in enumerate(tensors) if i not in columns.shared)
-        ]
+        whole = [i for i in range(len(tensors)) if columns.per_block(i) == BLOCK_SIZE]
+        shapes = [x.shape if whole else shape_of_codes(x.shape) for x in tensors[min(whole or [0])]]
         blocks = [shape_of_shared(shape).numel() for shape in shapes]
         if any(list(map(Tensor.numel, tensors[i])) != blocks for i in columns.shared):
             return False
@@ -294,25 +293,30 @@ def _run(body: Body, columns: Columns) -> None:
     count = len(columns.vectors)
     scalars = tuple([dtype for dtype, _ in kinds])  # type: ignore[misc]
     written = tuple([dtypes[i] for i in outputs])
-    signature = Signature(dtypes[:count], scalars, written, columns.shared, not CONTEXTS.depth)
+    signature = Signature(
+        dtypes[:count], scalars, written, columns.shared, not CONTEXTS.depth, packed=columns.packed
+    )
     kernel = kernel_of(body, signature)
-    own = lengths[outputs[0]]
     asked = [*addresses[:count], *[addresses[i] for i in outputs]]
-    shared = {i if i < count else outputs[i - count] for i in columns.shared}
-    elements = [_elements(x, i in shared) for i, x in enumerate(lengths)]
+    place = [*range(count), *outputs]
+    per_block = {place[i]: columns.per_block(i) for i in range(len(place))}
+    elements = [_elements(x, per_block[i]) for i, x in enumerate(lengths)]
+    own = elements[outputs[0]]
     if 0 not in own and all(are_contiguous):
         if elements.count(own) == len(lengths):
             kernel.run(columns, own, asked)
             return
         # None broadcasts: rows are read from every tensor.
-        are_alike = shared and all(x == own for i, x in enumerate(lengths) if i not in shared)
+        are_alike = columns.shared and all(
+            x == own for i, x in enumerate(elements) if per_block[i] > 1
+        )
         if are_alike and kernel.run_rows(columns, own, asked):
             return
     flat: list[int] = []
     others: list[int] = []
     for i, row in enumerate(zip(*tensors, strict=True)):
         if own[i]:
-            (flat if _lie_alike(row, shared, bool(columns.keys)) else others).append(i)
+            (flat if _lie_alike(row, per_block, bool(columns.keys)) else others).append(i)
     if others:
         eager.run_whole(body, columns.only(others))
     if flat:
@@ -345,27 +349,24 @@ def _kind(column: Sequence[Scalar]) -> tuple[torch.dtype, torch.device | None] |
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _elements(lengths: list[int], is_shared: bool) -> list[int]:
+def _elements(lengths: list[int], per_block: int) -> list[int]:
     """Return numbers of elements from lengths; shared components count whole blocks."""
-    return [BLOCK_SIZE * x for x in lengths] if is_shared else lengths
+    return lengths if per_block == BLOCK_SIZE else [BLOCK_SIZE // per_block * x for x in lengths]
 
 
-def _lie_alike(tensors: Sequence[Tensor], shared: set[int], in_order: bool) -> bool:
+def _lie_alike(tensors: Sequence[Tensor], per_block: dict[int, int], in_order: bool) -> bool:
     """Whether the tensors have the same layout without gaps.
 
     Their elements must also be in order if indices are used or blocks, which are then whole, share
     components.
     """
-    length = max(map(Tensor.numel, tensors))
+    counts = [BLOCK_SIZE // per_block[i] * x.numel() for i, x in enumerate(tensors)]
     first = tensors[0]
-    if all(
-        x.is_contiguous() and x.numel() * (BLOCK_SIZE if i in shared else 1) == length
-        for i, x in enumerate(tensors)
-    ):
+    if len(set(counts)) == 1 and all(map(Tensor.is_contiguous, tensors)):
         return True
     return (
         not in_order
-        and not shared
+        and min(per_block.values()) == BLOCK_SIZE
         and is_dense(first)
         and all(x.shape == first.shape and x.stride() == first.stride() for x in tensors)
     )

@@ -5,6 +5,7 @@ If compiled code has other bits, or does not run, eager PyTorch is used, with on
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -48,7 +49,8 @@ def is_right(body: Body, program: Program, launch: Launch, arrangement: Arrangem
     calls = _calls(program.signature, arrangement._replace(device=Arrangement().device))
     expected: list[Tensor] = []
     for call in map(eager.flat, calls):
-        index, scalars = eager.indices(call.outputs[0][0]), [x for (x,) in call.scalars]
+        is_packed = len(call.vectors) in call.packed
+        index, scalars = eager.indices(call.outputs[0][0], is_packed), [x for (x,) in call.scalars]
         expected += body([x for (x,) in call.vectors], scalars, index)
     calls = _calls(program.signature, arrangement)
     addresses = [[x.data_ptr() for x in column] for column in (*calls.vectors, *calls.outputs)]
@@ -60,20 +62,22 @@ def is_right(body: Body, program: Program, launch: Launch, arrangement: Arrangem
 def _calls(signature: Signature, arrangement: Arrangement) -> Columns:
     """Return calls with hard operands, and outputs with other contents."""
     dtypes, count = (*signature.vectors, *signature.outputs), len(signature.vectors)
-    columns = [hard_vectors(x, i, i in signature.shared, arrangement) for i, x in enumerate(dtypes)]
+    made = Columns([], [], [], (), signature.shared, packed=signature.packed)
+    columns = [hard_vectors(x, i, made.per_block(i), arrangement) for i, x in enumerate(dtypes)]
     scalars = [_scalars(x, i, arrangement) for i, x in enumerate(signature.scalars)]
-    return Columns(columns[:count], scalars, columns[count:], (), signature.shared)
+    return dataclasses.replace(
+        made, vectors=columns[:count], scalars=scalars, outputs=columns[count:]
+    )
 
 
-def hard_numbers(dtype: torch.dtype, number: int, count: int, *, shared: bool = False) -> Tensor:
-    """Return `count` numbers of a dtype, or one per block if `shared`; they differ by `number`.
+def hard_numbers(dtype: torch.dtype, number: int, count: int) -> Tensor:
+    """Return `count` numbers of a dtype; they differ by `number`.
 
     Half of them are random patterns: of all magnitudes, subnormal, infinite and NaN. The other half
     have similar sizes, so that sums and products are rounded.
     """
     generator = torch.Generator().manual_seed(number)
     bits = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator, device="cpu")
-    bits = bits[: count // (BLOCK_SIZE if shared else 1)]
     x = bits > 0 if dtype == torch.bool else bits.to(PATTERNS[dtype.itemsize]).view(dtype)
     if dtype.is_floating_point:
         exponents = bits[::2] % 16 - 8
@@ -84,12 +88,12 @@ def hard_numbers(dtype: torch.dtype, number: int, count: int, *, shared: bool = 
 
 
 def hard_vectors(
-    dtype: torch.dtype, number: int, is_shared: bool, arrangement: Arrangement
+    dtype: torch.dtype, number: int, per_block: int, arrangement: Arrangement
 ) -> list[Tensor]:
-    """Return hard numbers for each set."""
-    x = hard_numbers(dtype, number, sum(LENGTHS) + BLOCK_SIZE, shared=is_shared)
+    """Return hard numbers for each set, with some number of values for a block."""
+    x = hard_numbers(dtype, number, (sum(LENGTHS) // BLOCK_SIZE + 1) * per_block)
     x = x.to(arrangement.device)[0 if arrangement.aligned else 1 :]
-    whole, part = [length // (BLOCK_SIZE if is_shared else 1) for length in LENGTHS]
+    whole, part = [length // BLOCK_SIZE * per_block for length in LENGTHS]
     return [x[:whole], x[whole : whole + part]]
 
 

@@ -18,6 +18,7 @@ import torch
 
 from mcftensor.kernels.program import (
     COMPUTED,
+    READS,
     Instruction,
     Place,
     Program,
@@ -107,10 +108,10 @@ class Printer:
 
     def _values(self, place: int, x: Instruction) -> Iterator[tuple[str, str]]:
         pattern, value = self._name("p", place), self._name("v", place)
-        if x.name not in ("vector", "shared", "bits"):
+        if x.name not in (*READS, "bits"):
             yield value, self._value(x)
             return
-        if x.name in ("vector", "shared"):
+        if x.name in READS:
             yield pattern, self._operation(x.name, x.dtype, x.dtype, str(x.operands[0]))
         else:
             yield pattern, self.pattern(x.operands[0])
@@ -127,7 +128,7 @@ class Printer:
         Values that no operation changed keep their bits, NaNs included.
         """
         x, name = self.instructions[place.index], name_of(self.instructions[place.index].dtype)
-        if x.name in ("vector", "shared", "bits"):
+        if x.name in (*READS, "bits"):
             return self._name("p", place.index)
         if x.name == "to" and not x.dtype.is_floating_point:
             of = self.instructions[x.operands[0].index].dtype

@@ -41,6 +41,9 @@ COMPUTED = {
 PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a number: the integer dtype of its bits."""
 
+READS = ("vector", "packed", "shared")
+"""Instructions that read a vector: elements, halves of bytes, or values of blocks."""
+
 # vectors, scalars, index of each element -> results
 Body = Callable[[Sequence[Tensor], Sequence[Any], Tensor], Sequence[Tensor]]
 
@@ -49,9 +52,9 @@ Body = Callable[[Sequence[Tensor], Sequence[Any], Tensor], Sequence[Tensor]]
 class Signature:
     """The dtypes of a program's inputs and outputs.
 
-    It also holds the indices of vectors and then outputs with one value per block, and whether the
-    program may compute in float64. If it `accumulates`, outputs are not stored, but added to an
-    accumulator for each set of tensors (`digit_body.py`).
+    It also holds the indices of vectors and then outputs with one value per block, or with two
+    codes in a byte (`packed`), and whether the program may compute in float64. If it `accumulates`,
+    outputs are not stored, but added to an accumulator for each set of tensors (`digit_body.py`).
     """
 
     vectors: tuple[torch.dtype, ...]
@@ -60,10 +63,15 @@ class Signature:
     shared: frozenset[int] = frozenset()
     has_float64: bool = True
     accumulates: bool = False
+    packed: frozenset[int] = frozenset()
 
     def shares(self, output: int) -> bool:
         """Whether an output has one value per block."""
         return len(self.vectors) + output in self.shared
+
+    def kind(self, i: int) -> str:
+        """The instruction that reads a vector."""
+        return "shared" if i in self.shared else "packed" if i in self.packed else "vector"
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ class Program:
         varies: list[bool] = []
         for x in self.instructions:
             varies.append(
-                x.name in ("vector", "shared", "index")
+                x.name in (*READS, "index")
                 or any(isinstance(o, Place) and varies[o.index] for o in x.operands)
             )
         return varies
@@ -140,10 +148,7 @@ def record(body: Body, signature: Signature) -> Program:
         NotImplementedError: an operation is not supported by programs.
     """
     recorder = _Recorder()
-    vectors = [
-        recorder.enter("shared" if i in signature.shared else "vector", i, d, 1)
-        for i, d in enumerate(signature.vectors)
-    ]
+    vectors = [recorder.enter(signature.kind(i), i, d, 1) for i, d in enumerate(signature.vectors)]
     scalars = [recorder.enter("scalar", i, d, 0) for i, d in enumerate(signature.scalars)]
     index = recorder.enter("index", 0, torch.int64, 1)
     results = recorder.watch(body, vectors, scalars, index)
@@ -207,6 +212,8 @@ _NATIVE = {
     "narrow": _FLOATS,
     "fma": (torch.float32,),
     "block_max": (torch.int32,),
+    "pack": (torch.uint8,),
+    "unpack": (torch.uint8,),
     "spread": (torch.uint8, torch.int32, torch.bool),
 }
 
@@ -312,6 +319,8 @@ class _Recorder(TorchDispatchMode):
             return self.watch(func.decompose, *args, **kwargs)
         if func.namespace == "mcftensor" and not _is_native(func._opname, args[0].dtype):
             return self.watch(DEFINITIONS[func._opname], *args)
+        if func.namespace == "mcftensor" and func._opname in ("pack", "unpack"):
+            return args[0]  # programs have one code in each lane
         result = func(*args, **kwargs)
         self._remember(result, self._record(func, args, kwargs, result))
         return result

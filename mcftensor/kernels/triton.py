@@ -44,6 +44,7 @@ _DIALECT = Dialect(
     | {
         "vector": "(tl.load(in{0} + offsets) if WHOLE else "
         "tl.load(in{0} + offsets, mask=mask, other=0))",
+        "packed": "unpacked(in{0}, offsets, mask)",
         "shared": "spread(in{0}, begin, length, BLOCK)",
         "block_max": "block_max({0}, BLOCK)",
         "scalar": "scalar{0}.to(tl.{type})",
@@ -52,8 +53,8 @@ _DIALECT = Dialect(
         "to": "{0}.to(tl.{type})",
         "where": "tl.where({0}, {1}, {2})",
         "abs": "tl.abs({0})",
-        "div": "tl.div_rn({0}, {1})",
-        "sqrt": "tl.sqrt_rn({0})",
+        "div": "quotient({0}, {1})",
+        "sqrt": "root({0})",
         "fma": "tl.fma({0}, {1}, {2})",
         ("div", torch.float64): "{0} / {1}",
         ("sqrt", torch.float64): "tl.sqrt({0})",
@@ -64,6 +65,24 @@ _DIALECT = Dialect(
 _PRELUDE = """\
 import triton
 import triton.language as tl
+
+
+# Triton 3.5 flushes subnormal float32 numbers in `div_rn` and `sqrt_rn`. From float64 the results
+# are rounded correctly too, since it has more than twice as many bits.
+FLUSHES = tl.constexpr(triton.__version__.startswith("3.5."))
+
+
+@triton.jit
+def quotient(x, y):
+    if FLUSHES:
+        return (x.to(tl.float64) / y.to(tl.float64)).to(tl.float32)
+    else:
+        return tl.div_rn(x, y)
+
+
+@triton.jit
+def root(x):
+    return tl.sqrt(x.to(tl.float64)).to(tl.float32) if FLUSHES else tl.sqrt_rn(x)
 
 
 @triton.jit
@@ -207,6 +226,20 @@ def spread(pointer, begin, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def unpacked(pointer, offsets, mask):
+    byte = tl.load(pointer + offsets // 2, mask=mask, other=0)
+    return (byte >> (offsets % 2 * 4).to(tl.uint8)) & 15
+
+
+@triton.jit
+def pack(pointer, pattern, begin, length, BLOCK: tl.constexpr):
+    pairs = tl.reshape(pattern, (BLOCK // 2, 2)).to(tl.int32)
+    places = begin // 2 + tl.arange(0, BLOCK // 2)
+    byte = tl.sum(pairs << (tl.arange(0, 2) * 4)[None, :], 1)
+    tl.store(pointer + places, byte.to(tl.uint8), mask=places * 2 < length)
+
+
+@triton.jit
 def stored_once(pointer, pattern, begin, length, BLOCK: tl.constexpr):
     blocks = begin // SHARING + tl.arange(0, BLOCK // SHARING)
     tl.store(pointer + blocks, largest(pattern, BLOCK), mask=blocks * SHARING < length)
@@ -313,6 +346,8 @@ def source(program: Program, on_device: Sequence[bool], rounds: bool) -> str:
         pattern = printer.pattern(place)
         if signature.shares(i):
             lines.append(f"stored_once(out{i}, {pattern}, begin, length, BLOCK)")
+        elif len(signature.vectors) + i in signature.packed:
+            lines.append(f"pack(out{i}, {pattern}, begin, length, BLOCK)")
         else:
             lines.append(f"stored(out{i} + offsets, {pattern}, mask, WHOLE)")
     body = "\n".join("    " + line for line in lines)

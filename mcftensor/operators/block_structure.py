@@ -134,7 +134,8 @@ def _in_shape(target: MCFTensor, source: Any) -> Tensor:
     """Return a tensor or number as plain numbers, broadcast to the shape of the target."""
     numbers = plain(source if type(source) is Tensor else _wide(source))
     dtype = torch.float64 if numbers.dtype == torch.float64 else torch.float32
-    return torch.empty_like(target._held()[0], dtype=dtype).copy_(numbers)
+    template = target._format.template(target._held()[0])
+    return torch.empty_like(template, dtype=dtype).copy_(numbers)
 
 
 def _replace_rows(target: MCFTensor, components: Sequence[Tensor]) -> None:

@@ -133,6 +133,7 @@ class Stage:
             tuple(map(_dtype, self.scalars)),
             tuple([x.dtype for x in outputs]),
             frozenset([i for i, x in enumerate([*read, *written]) if x.is_shared]),
+            packed=frozenset([i for i, x in enumerate([*read, *written]) if x.is_packed]),
         )
 
     def format(self, i: int | None) -> Format:

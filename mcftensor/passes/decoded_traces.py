@@ -221,7 +221,7 @@ class Decoded:
         (length,) = rows.lengths
         cut = []
         for j, (x,) in enumerate(columns):
-            width = BLOCK_SIZE if j in format.shared else 1
+            width = BLOCK_SIZE if j in format.shared else 2 if j in format.packed else 1
             cut.append(x.view(-1)[rows.start // width : (rows.start + length) // width])
         if format.shared:  # one row per block
             cut = [x.view(length // BLOCK_SIZE, -1) for x in cut]

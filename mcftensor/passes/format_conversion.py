@@ -28,25 +28,35 @@ from mcftensor.kernels.without_float64 import (
 )
 
 
-@opaque(lambda stored, source, format, key: named(format).empty_like(stored[0]), of_one=True)
+@opaque(
+    lambda stored, source, format, key: named(format).empty_like(_template(stored, source)),
+    of_one=True,
+)
 def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | None) -> list[Tensor]:
     """Convert components of one format to components of another."""
     s, f = named(source), named(format)
     if _are_zeros(stored):
-        made = f.empty_like(stored[0])
+        made = f.empty_like(s.template(stored[0]))
         return [x.fill_(zero) for x, zero in zip(made, _zero(s, f), strict=True)]
     if _is_large(stored):
         keys = [] if key is None else [key]
-        made = f.empty_like(stored[0])
+        made = f.empty_like(s.template(stored[0]))
         shared = s.shared | {len(stored) + i for i in f.shared}
         scalars = [[_START]] if keys else []
-        columns = Columns(_columns(stored), scalars, _columns(made), keys, frozenset(shared))
+        packed = s.packed | {len(stored) + i for i in f.packed}
+        columns = Columns(
+            _columns(stored), scalars, _columns(made), keys, frozenset(shared), packed=packed
+        )
         run(_recoding(s, f), columns)
         return made
-    noise = None if key is None else noise_of(f.rounding, key, indices(stored[0]))
+    noise = None if key is None else noise_of(f.rounding, key, indices(s.template(stored[0])))
     with LOCK:
         found = f.encode(Sum(s.decode(stored)), noise)
         return [x.clone() if any(x is y for y in stored) else x for x in found]
+
+
+def _template(stored: Sequence[Tensor], source: str) -> Tensor:
+    return named(source).template(stored[0])
 
 
 def of_number(x: float, format: Format, device: torch.device | None) -> list[Tensor]:
@@ -88,7 +98,7 @@ def compute_tensor(stored: Sequence[Tensor], format: Format) -> Tensor:
 def decode_columns(format: Format, components: Sequence[Column], outputs: Column) -> None:
     """Decode columns of components into plain tensors."""
     body = decoding(format, outputs[0].dtype)
-    _run(body, Columns(components, [], [outputs], shared=format.shared))
+    _run(body, Columns(components, [], [outputs], shared=format.shared, packed=format.packed))
 
 
 def encode_columns(
@@ -115,7 +125,7 @@ def _run(body: Body, columns: Columns) -> None:
     addresses = [
         x.addresses() if isinstance(x, Flat) else list(map(Tensor.data_ptr, x)) for x in every
     ]
-    signature = Signature(vectors, scalars, outputs, columns.shared)
+    signature = Signature(vectors, scalars, outputs, columns.shared, packed=columns.packed)
     run_alike(body, signature, columns, list(flat.lengths), addresses)
 
 
@@ -130,8 +140,8 @@ def _encoded(
     start: Tensor,
 ) -> tuple[Body, Columns]:
     scalars = [[start]] if keys else []
-    shared = frozenset(1 + i for i in format.shared)
-    columns = Columns([numbers], scalars, components, keys, shared)
+    shared, packed = (frozenset(1 + i for i in x) for x in (format.shared, format.packed))
+    columns = Columns([numbers], scalars, components, keys, shared, packed=packed)
     return encoding(format, numbers[0].dtype), columns
 
 
@@ -199,11 +209,14 @@ def encoding(format: Format, dtype: torch.dtype) -> Body:
     return body
 
 
-@opaque(lambda stored, source, dtype: torch.empty_like(stored[0], dtype=dtype), of_one=True)
+@opaque(
+    lambda stored, source, dtype: torch.empty_like(_template(stored, source), dtype=dtype),
+    of_one=True,
+)
 def collapse(stored: Sequence[Tensor], source: str, dtype: torch.dtype) -> Tensor:
     """Decode components to plain floats."""
     if _is_large(stored) and dtype in COMPUTED:
-        made = torch.empty_like(stored[0], dtype=dtype)
+        made = torch.empty_like(_template(stored, source), dtype=dtype)
         decode_columns(named(source), _columns(stored), [made])
         return made
     with LOCK:

@@ -320,16 +320,21 @@ def take(
     s = {name: x if name in on_device else _at_hand(x) for name, x in settings.items()}
     names, numbers = _numbers(RULES[rule], s, steps)
     body = _body(rule, "maximize" in s, tuple(formats), tuple(names))
-    shared = _shared(tuple(formats))
-    run(body, Columns([*gradients, *targets], numbers, targets, keys, shared))
+    shared, packed = _shared(tuple(formats))
+    run(body, Columns([*gradients, *targets], numbers, targets, keys, shared, packed=packed))
 
 
 @functools.lru_cache(maxsize=1024)
-def _shared(formats: tuple[Format, ...]) -> frozenset[int]:
-    """Return the columns of inputs, then outputs, of a step that hold shared components."""
-    is_shared = [x.is_shared for f in formats for x in f.components]
-    is_shared += is_shared[len(formats[0].components) :]
-    return frozenset(i for i, x in enumerate(is_shared) if x)
+def _shared(formats: tuple[Format, ...]) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the columns of inputs, then outputs, of a step with shared, and packed, components."""
+    every = [x for f in formats for x in f.components]
+    every += every[len(formats[0].components) :]
+    shared, packed = ([x.is_shared for x in every], [x.is_packed for x in every])
+    return _places(shared), _places(packed)
+
+
+def _places(flags: Sequence[bool]) -> frozenset[int]:
+    return frozenset(i for i, x in enumerate(flags) if x)
 
 
 def setting(x: Scalar) -> Tensor:

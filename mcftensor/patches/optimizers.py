@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from mcftensor.patches.objects import HOSTS
 from mcftensor.patches.sharded_optimizers import mean_over_ranks
-from mcftensor.patches.table import by_name, calls, patch, rows
+from mcftensor.patches.table import by_name, calls, patch, rows, wherever_imported
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import any_format_of, format_of, is_held, local
 from mcftensor.tensor.dtensor import with_gradient_tensors
@@ -36,6 +36,33 @@ from mcftensor.tensor.step_context import Step, closure, current_step, in_step
 def _with_expansions(types: list[type]) -> list[type]:
     types.append(MCFTensor)  # in place: others have imported the list
     return types
+
+
+@patch(
+    "torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
+    why="The foreach paths and averages of models group the tensors of several lists. PyTorch "
+    "refuses most lists of unlike dtypes, and before 2.13 a list in bfloat16 beside another too.",
+    loss="foreach=True and AveragedModel raise if states or averages have another dtype than the "
+    "weights, as those of fp16i16; use foreach=False.",
+    releases="2.9 to 2.14",
+    takes=("tensorlistlist",),
+)
+@wherever_imported
+@by_name
+def _by_the_first_list(group: Callable[[], Any], given: dict[str, Any]) -> Any:
+    try:
+        return group()
+    except RuntimeError:
+        lists: list[list[Any]] = given["tensorlistlist"]
+        if not any(any_format_of(x) for x in itertools.chain(*lists)):
+            raise
+        places: dict[Any, list[int]] = {}
+        for i, x in enumerate(lists[0]):
+            places.setdefault((x.device, x.dtype), []).append(i)
+        return {
+            key: ([[each[i] for i in chosen] if each else [] for each in lists], chosen)
+            for key, chosen in places.items()
+        }
 
 
 def plan_of(optimizer: Optimizer) -> Any:
@@ -112,7 +139,7 @@ def _naming_what_helps(unscale: Callable[[], Any], given: dict[str, Any]) -> Any
             f"{error} Parameters in float16 formats have float16 gradients. Give "
             f"{type(optimizer).__name__} fused=True, whose step unscales them; or, to call "
             "scaler.unscale_(optimizer), have the gradients in bfloat16: p.grad_dtype = "
-            "torch.bfloat16 for each parameter"
+            "torch.bfloat16 for each parameter, with torch 2.10 or newer"
         ) from error
 
 
@@ -472,7 +499,7 @@ CLIPS = rows(
     "`clip_grad_value_` find no gradients and clip nothing.",
     loss="clip_grad_norm_ returns 0 and clips nothing when gradients are released; give "
     "mcf.step_in_backward clip_by_previous_norm, and clip the parameters of mcf.host.weights.",
-    when="mcf.step_in_backward(model, optimizer) and mcf.host.weights(model)",
+    when="mcf.step_in_backward(model, optimizer)",
     change=_asking_first,
     takes=("parameters",),
 )

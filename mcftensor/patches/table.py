@@ -46,7 +46,7 @@ class Patch:
     later than that; or a call, which may also make the change to its arguments alone."""
     before: str = ""
     """Why `import mcftensor` installs it before there is any expansion; empty in other rows."""
-    releases: str = "2.11 to 2.15"
+    releases: str = "2.9 to 2.15"
     """Releases of its package that were seen to have the name."""
     change: Callable[[Any], Any] | None = None
     """From what torch has to what takes its place; None of a change to single objects."""

@@ -48,12 +48,6 @@ _SETS_UNTRACED = torch.__version__ >= "2.14"  # its compiler fails to set a desc
 
 
 @torch._disable_dynamo
-def _untraced_grad(x: Tensor) -> Tensor | None:
-    found: Tensor | None = _get_grad(x)
-    return found
-
-
-@torch._disable_dynamo
 def _set_grad(x: Tensor, value: Tensor | None) -> None:
     _GRAD.__set__(x, value)
 
@@ -315,8 +309,6 @@ class ComponentTensor(torch.Tensor):
 
         In-place changes of that expansion reach the plain gradient, rounded.
         """
-        if is_compiling():  # reading it in a graph would call this property again
-            return _untraced_grad(self)
         # Optimizers read it often, and torch's own getter would go through __torch_function__.
         found: Tensor | None = _without_function(_get_grad, (), (self,))
         step = current_step()
@@ -340,7 +332,7 @@ class ComponentTensor(torch.Tensor):
                 step.gradients[id(self)] = plain, value
                 value = plain
         elif step is None and type(value) is type(self):
-            wanted = self.grad_dtype
+            wanted = getattr(self, "grad_dtype", self.dtype)  # torch 2.9 has no such attribute
             if wanted not in (None, value._format.dtype):
                 value = value._collapsed(wanted)  # as of zeros_like(p)
         with torch._C.DisableTorchFunctionSubclass():
@@ -352,6 +344,14 @@ class ComponentTensor(torch.Tensor):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+
+# Compiled code reads gradients as it runs, and compilers before torch 2.11 would trace the getter.
+_skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
+torch._C._dynamo.eval_frame.set_code_exec_strategy(
+    ComponentTensor.grad.fget.__code__,  # type: ignore[attr-defined]
+    torch._C._dynamo.eval_frame._FrameExecStrategy(_skip, _skip),
+)
 
 
 def _rounded_gradient(read: Tensor, format: Format) -> Tensor:
@@ -372,12 +372,12 @@ def wrapper(cls: type[T], like: Tensor, format: Format) -> T:
     """Return a tensor without storage, with the layout of another one and the dtype of a format."""
     if WAITING:
         prepare()
-    place = like.storage_offset()
+    shape, strides, place = format.layout(like)
     others: dict[str, Any] = {"storage_offset": place} if place else {}  # the argument is slow
     if like.layout is not torch.strided:
         others["layout"] = like.layout
     made: T = torch.Tensor._make_wrapper_subclass(
-        cls, like.shape, strides=like.stride(), dtype=format.dtype, device=like.device, **others
+        cls, shape, strides=strides, dtype=format.dtype, device=like.device, **others
     )
     return made
 
@@ -501,13 +501,14 @@ def check_components(components: Sequence[Tensor], format: Format) -> None:
             f"{format.name}; see mcf.as_expansion, which makes the components from a tensor"
         )
     leading = components[0]
+    shape = format.layout(leading)[0]
     for component, x in zip(wanted, components, strict=True):
         if x.dtype != component.dtype:
             raise TypeError(
                 f"MCFTensor: a component of {x.dtype} in a format of {component.dtype}: the "
                 f"{component.name} of {format.name}"
             )
-        if x.shape != component.shape(leading.shape) or (
+        if x.shape != component.shape(shape) or (
             x.shape == leading.shape and x.stride() != leading.stride()
         ):
             raise ValueError(

@@ -42,7 +42,7 @@ class PendingScale:
         if self.value == 1:
             return
         columns = [[x] for x in self.components]
-        numbers = torch.empty_like(self.components[0], dtype=torch.float32)
+        numbers = torch.empty_like(self._format.template(self.components[0]), dtype=torch.float32)
         decode_columns(self._format, columns, [numbers])
         numbers.mul_(self.value)
         count = None if self._writes is None else moved(self._writes, self._first)

@@ -113,16 +113,16 @@ class Tape:
         self._elements = 0
         self._numbers = itertools.count()
 
-    def layout_of(self, x: Tensor) -> Layout | None:
-        """Return the layout of a plain tensor, or None if it has no elements or dimensions, or they
-        are not in order.
+    def layout_of(self, x: Tensor, format: Format) -> Layout | None:
+        """Return the layout of a tensor with a leading component, or None if it has no elements or
+        dimensions, or they are not in order.
 
         An equal layout is reused, because Python's collector traverses every object that stays
         alive.
         """
         if x.layout is not torch.strided:
             return None
-        shape, stride, device = x.shape, x.stride(), x.device
+        (shape, stride, _), device = format.layout(x), x.device
         found = self._layouts.get(shape)
         if found is None or found[0][2] != stride or found[0][0] != device:
             if not shape or not shape.numel() or not x.is_contiguous() or x.is_meta:

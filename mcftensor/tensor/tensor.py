@@ -44,7 +44,7 @@ def _rebuild(
         if len(components) == len(found.components):
             components = list(map(unmoved, components, found.components))
         check_components(components, found)
-        if components[0].shape != shape or role not in ("value", "parameter"):
+        if found.layout(components[0])[0] != shape or role not in ("value", "parameter"):
             raise ValueError(f"shape {shape}, {role!r}, components of {components[0].shape}")
         check_writes(writes, found)
         components, _ = normalized(components, found)

@@ -1,9 +1,10 @@
-"""The commands `audit`, `memory` and `selfcheck`."""
+"""The commands `audit`, `doctor`, `export`, `memory` and `selfcheck`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from functools import partial
 
@@ -13,8 +14,9 @@ from mcftensor.checkpoint.saving import size_in_bytes
 from mcftensor.formats import named
 from mcftensor.options import say
 from mcftensor.tensor import text_tables
-from mcftensor.tools import device_report, memory_fit
+from mcftensor.tools import device_report, doctor, memory_fit
 from mcftensor.tools.auditing import Audit, audit
+from mcftensor.tools.exporting import export
 from mcftensor.tools.memory_summary import MakeOptimizer, estimate
 
 
@@ -65,6 +67,23 @@ def screen(found: Audit, *, moving: bool) -> str:
     lines = [line.rstrip() for line in capture.get().splitlines()]
     equal = "; the two checkpoints are equal" if found.unchanged == 1 else ""
     return "\n".join([*(line for line in lines if line), "", found.summary() + equal])
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    """Run a script, and say what its updates lose."""
+    report, status = doctor.examine(
+        options.program, options.arguments, is_module=options.is_module, steps=options.steps
+    )
+    rank = os.environ.get("RANK")  # of a launcher, to which a status of 1 is a failure
+    if rank in (None, "0"):
+        say(report)
+    return status if rank is None or status == 2 else 0
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Print an optimizer as a file."""
+    say(export(options.optimizer, named(options.format)).removesuffix("\n"))
+    return 0
 
 
 def run_memory(options: argparse.Namespace) -> int:

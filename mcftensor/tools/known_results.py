@@ -234,7 +234,7 @@ def _encoded(format: Format, dtype: torch.dtype, device: torch.device) -> Iterab
 
 def _decoded(format: Format, device: torch.device) -> Iterable[Tensor]:
     components = [x.to(device) for x in _encoded(format, widest(), torch.device("cpu"))]
-    numbers = torch.empty_like(components[0], dtype=torch.float32)
+    numbers = torch.empty_like(format.template(components[0]), dtype=torch.float32)
     decode_columns(format, [[x] for x in components], [numbers])
     return [numbers]
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from mcftensor.convert import as_expansion, as_plain
 from mcftensor.dispatch.operands import as_state
-from mcftensor.formats import PLAIN, Format, bf16i16, require_format, ue5m3
+from mcftensor.formats import PLAIN, Format, SecondMoments, for_shape, require_format
 from mcftensor.passes.optimizer_steps import RULES
 from mcftensor.patches.optimizers import (
     breaks_graphs,
@@ -34,9 +34,8 @@ from mcftensor.training.step_warnings import warn_of_plain_parameters
 Opt = TypeVar("Opt", bound=Optimizer)
 Mode = str | Mapping[str, Format | str | None]
 
-# Choices for a state, other than plain (None) or a given format.
+# Choices for a state, other than plain (None), a given format, or the bits of codes.
 _OWN = "expansion in the format of the parameter"
-_COMPACT = "codes of one byte, and float32 where these do not do"
 _FUSED = tuple(rule.optimizer for rule in RULES.values())
 _MODES: dict[str, dict[str, Any]] = {
     "light": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS),
@@ -44,7 +43,8 @@ _MODES: dict[str, dict[str, Any]] = {
     | dict.fromkeys(SECOND_MOMENTS, _OWN)
     | {"momentum_buffer": _OWN},  # which is the update, and not divided by another moment
     "full": {},
-    "compact": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS, _COMPACT),
+    "compact": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS, 8),
+    "compact4": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS, 4),
 }
 
 
@@ -64,6 +64,8 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
       some packages and a velocity in others. The largest second moment of AMSGrad rounds to
       nearest. In a for-loop or foreach step that `torch.compile` traces as one graph, states are
       rounded twice, and second moments become 3 % too low at a $\beta_2$ of 0.999;
+    - `"compact4"`: as `"compact"`, with first moments in `e3m0` and second moments in `ue4m0`, of
+      half a byte. Tensors with an odd second dimension have those of `"compact"`;
     - `"full"`: every state of the parameter's shape is an expansion, also if the optimizer
       creates it from the gradient, like SGD's momentum buffer;
     - a dict from names of states to formats. None makes a state plain; other states stay as the
@@ -232,9 +234,9 @@ class CollagePlan:
             self.named = _MODES[mode]
         else:
             raise (ValueError if isinstance(mode, str) else TypeError)(
-                f"collage: unknown mode {mode!r}; use 'light', 'plus', 'full', 'compact', or a "
-                "dict from names of states to formats. A format of weights goes to "
-                "mcf.as_expansion(model, format), or mcf.prepare(model, optimizer, format=format)"
+                f"collage: unknown mode {mode!r}; use 'light', 'plus', 'full', 'compact', "
+                "'compact4', or a dict from names of states to formats. Weights' formats go to "
+                "mcf.as_expansion(model, format), or mcf.prepare(model, optimizer, format=...)"
             )
         self.makes_plain = None in self.named.values()
 
@@ -300,9 +302,9 @@ class CollagePlan:
             return PLAIN[own.dtype]
         if choice is _OWN:
             return own.of_states
-        if choice is _COMPACT:
-            return compact_format(name, p.shape, names)
-        return bf16i16 if choice.shared and p.dim() < 2 else choice
+        if isinstance(choice, int):
+            return compact_format(name, p.shape, names, choice)
+        return for_shape(choice, p.shape) if choice.packed or p.dim() < 2 else choice
 
     def leaves(self, name: str) -> bool:
         """Whether the mode leaves a state as the optimizer makes it."""
@@ -352,7 +354,7 @@ def _format_given(name: str, given: object, formats: list[Format]) -> Format | N
                 )
         return format
     reason = WIDE.get(name)
-    if name in FIRST_MOMENTS and format.nearest is ue5m3.nearest:
+    if name in FIRST_MOMENTS and isinstance(format, SecondMoments):
         reason = "it has negative numbers, which this format has not"
     if reason:
         raise ValueError(

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mcftensor.convert import Held, Overrides, as_plain, for_shape, plan_conversion
+from mcftensor.convert import Held, Overrides, as_plain, plan_conversion
 from mcftensor.dispatch.operands import as_state, value_in, value_of
-from mcftensor.formats import PLAIN, Format, named, require_format
+from mcftensor.formats import PLAIN, Format, for_shape, named, require_format
 from mcftensor.kernels.without_float64 import PAIR, has_float64
 from mcftensor.patches.optimizers import parameters_of, plan_of
 from mcftensor.tensor import MCFTensor

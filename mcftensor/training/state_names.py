@@ -1,4 +1,4 @@
-"""The kinds of optimizer states, by name, and their formats in the compact mode."""
+"""The kinds of optimizer states, by name, and their formats in the compact modes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from mcftensor.formats import Format, bf16i16, is_vector, mxfp8, ue5m3
+from mcftensor.formats import Format, bf16i16, e3m0, for_shape, is_vector, mxfp8, ue4m0, ue5m3
 
 FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer", "grad_avg", "exp_avg_diff", "mu", "m"})
 """Names of states that follow the gradient."""
@@ -28,18 +28,24 @@ WIDE = {
 """States that one byte does not do for, and why."""
 
 
-def compact_format(name: str, shape: torch.Size, names: Collection[str]) -> Format | None:
+_OF_BITS = {8: (mxfp8, ue5m3), 4: (e3m0, ue4m0)}
+"""The formats of first and second moments, by the bits of a code."""
+
+
+def compact_format(
+    name: str, shape: torch.Size, names: Collection[str], bits: int = 8
+) -> Format | None:
     """Return the format of a state in the mode "compact", or None for a state that is no moment.
 
     Args:
         name: of the state.
         shape: of the state and its parameter.
         names: of all states of the parameter.
+        bits: of a code: 8, or 4 in the mode "compact4".
     """
     if name not in FIRST_MOMENTS | SECOND_MOMENTS:
         return None
     if is_vector(shape) or name in _AMBIGUOUS or not WIDE.keys().isdisjoint(names):
         return bf16i16
-    if name in FIRST_MOMENTS:
-        return mxfp8
-    return ue5m3.nearest if name == "max_exp_avg_sq" else ue5m3
+    format = _OF_BITS[bits][name in SECOND_MOMENTS]
+    return for_shape(format.nearest if name == "max_exp_avg_sq" else format, shape)

@@ -19,7 +19,7 @@ from support.kernel_cases import same, way
 
 FORMATS = [
     format.with_rounding(rounding)
-    for format in (mcf.mxfp8, mcf.ue5m3, mcf.e4m3i8, mcf.e4m3i16)
+    for format in (mcf.mxfp8, mcf.ue5m3, mcf.e3m0, mcf.ue4m0, mcf.e4m3i8, mcf.e4m3i16)
     for rounding in ("balanced", "nearest", "stochastic")
 ]
 
@@ -33,7 +33,7 @@ def hard(format, *shape):
     """Numbers of all sizes, special ones among them."""
     torch.manual_seed(0)
     x = torch.randn(shape) * torch.exp(8 * torch.randn(shape))
-    x = x.abs() if format.nearest is mcf.ue5m3.nearest else x
+    x = x.abs() if format.stem.startswith("u") else x
     x.view(-1)[::97] = 0.0
     x.view(-1)[5::331] = float("nan")
     x.view(-1)[7::521] = float("inf")
@@ -99,6 +99,8 @@ ROWS = [(33, 31), (7, 161), (5, 1), (64, 3, 3, 3), (600, 1000)]
 @by_format
 def test_rows_that_end_in_a_part_of_a_block(format, shape, kernels_used):
     """Numbers beyond a row's end have no part in the scale of its last block."""
+    if format.packed:  # two of a row in a byte
+        shape = (shape[0], shape[1] + 3 * (shape[1] % 2), *shape[2:])
     x = hard(format, *shape)
     same("cpp", lambda: stored(format, x))
     made = stored(format, x)
@@ -144,9 +146,9 @@ def kernels_used(monkeypatch):
     return calls
 
 
-def step_of(weights, path=None):
+def step_of(weights, mode="compact"):
     p = nn.Parameter(copy.deepcopy(weights))
-    optimizer = mcf.collage(torch.optim.AdamW([p], lr=1e-3, amsgrad=True, fused=True), "compact")
+    optimizer = mcf.collage(torch.optim.AdamW([p], lr=1e-3, amsgrad=True, fused=True), mode)
     generator = torch.Generator().manual_seed(2)
     for _ in range(3):
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)

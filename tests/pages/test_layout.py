@@ -21,21 +21,21 @@ BUDGETS = {
     "bridge": 1285,
     "checkpoint": 2880,
     "dispatch": 4400,
-    "formats": 1950,
+    "formats": 2230,
     "host": 690,
-    "kernels": 4290,
+    "kernels": 4500,
     "meters": 1430,
     "operators": 2280,
     "passes": 2350,
-    "patches": 2030,
+    "patches": 2090,
     "reproducible": 3100,
-    "scaling": 2674,
+    "scaling": 2660,
     "serving": 1110,
     "sums": 400,
     "tensor": 3300,
-    "tools": 2020,
+    "tools": 3510,
     "training": 2965,
-    "wide": 5320,
+    "wide": 5280,
 }
 """Lines of a folder. Whoever exceeds one makes another part shorter, or says why in a commit."""
 
@@ -44,7 +44,7 @@ AXES = {
     "is_bare|is_compiling|is_transformed": 26,
     r"_role\b|common_role": 21,
     r"\.shared\b|is_shared": 32,
-    "is_scaled|ScaledFormat|format.rules": 22,
+    "is_scaled|ScaledFormat|format.rules": 21,
     "TapedTensor": 5,
 }
 """Questions about one axis, and how many files ask them. Each belongs to one stage, so a number may

@@ -37,6 +37,7 @@ Formats of a plugin (`pytest -p module`) are registered before this line is run.
 QUICK = {
     *("bf16x2", "bf16x3", "fp16x2", "fp32x2", "fp64x2", "bf16x2sr", "fp32x2br"),
     *("bf16i16", "bf16i8", "bf16i8sr", "bf16br", "fp16i16", "fp16i8", "e4m3i8", "mxfp8", "ue5m3"),
+    *("e3m0", "ue4m0"),
     *("scaled(float16)", "scaled(fp16x2)", "scaled(fp16i8)"),
     *(toy.name for toy in toys.TOYS),
 }
@@ -64,7 +65,17 @@ def stores(f) -> bool:
 
 
 def is_unsigned(f) -> bool:
-    return f.name.startswith("ue5m3")
+    return f.name.startswith("ue")
+
+
+def packs(f) -> bool:
+    """Whether a byte holds two elements of a row."""
+    return not propagates(f) and bool(f.packed)
+
+
+def storable(f, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape, or one with an even second dimension for formats that pack it."""
+    return (shape[0], shape[1] + shape[1] % 2, *shape[2:]) if packs(f) else shape
 
 
 def is_scaled_fp8(f) -> bool:
@@ -106,6 +117,7 @@ EXEMPT = [
     Exempt(
         "rounding", propagates, "mcf.scaling.scaled takes the rounding; there is no with_rounding"
     ),
+    Exempt("even steps", packs, "codes are powers of two, and a step is as long as the number"),
     Exempt("counts", propagates, "stochastic rounding counts no writes, and nothing is balanced"),
     Exempt("modes", propagates, "states of scaled parameters are scaled; collage refuses others"),
     Exempt("modes", holds_states_alone, "no parameter is in it"),
@@ -200,6 +212,8 @@ def floats(x: Tensor) -> list[Tensor]:
         return [read(stored, x.format.bits)]
     if isinstance(x.format, ScaledTailFormat):
         return [_of_patterns(*stored, x.format.bits)]
+    if packs(x.format):
+        return [_of_codes(_in_halves(stored[0]), stored[1], TABLES[x.format.stem])]
     if is_unsigned(x.format) or x.format.name.startswith("mxfp8"):
         return [_of_codes(*stored, TABLES[x.format.stem])]
     return [part.double() for part in x.format.decode(stored)]  # a toy's own definition
@@ -246,11 +260,18 @@ def _of_patterns(codes: Tensor, tails: Tensor, shared: Tensor, bits: int) -> Ten
 
 def _of_codes(codes: Tensor, shared: Tensor, table: Tensor) -> Tensor:
     x = table[codes.long()] * _by_block(shared, codes)
-    if table is TABLES["ue5m3"]:  # whose largest scale has an infinity and a NaN
+    if table[-1] > 0:  # unsigned: the largest scale has an infinity and a NaN
         is_top = _by_block(shared, codes) == 2.0**127
-        x = torch.where(is_top & (codes == 254), torch.inf, x)
-        x = torch.where(is_top & (codes == 255), torch.nan, x)
+        x = torch.where(is_top & (codes == len(table) - 2), torch.inf, x)
+        x = torch.where(is_top & (codes == len(table) - 1), torch.nan, x)
     return x
+
+
+def _in_halves(packed: Tensor) -> Tensor:
+    """The codes of bytes with two of a row, the first one in the last bits."""
+    shape = (packed.shape[0], 2 * packed.shape[1], *packed.shape[2:])
+    codes = [code for byte in packed.flatten().tolist() for code in (byte % 16, byte // 16)]
+    return torch.tensor(codes).view(shape)
 
 
 TABLES = {
@@ -259,6 +280,16 @@ TABLES = {
         [0.0] + [2.0 ** ((c >> 3) - 31) * (1 + (c & 7) / 8) for c in range(1, 256)],
         dtype=torch.float64,
     ),
+    "e3m0": torch.tensor(
+        [
+            0,
+            *[2.0 ** (c - 7) for c in range(1, 8)],
+            math.nan,
+            *[-(2.0 ** (c - 7)) for c in range(1, 8)],
+        ],
+        dtype=torch.float64,
+    ),
+    "ue4m0": torch.tensor([0, *[2.0 ** (c - 15) for c in range(1, 16)]], dtype=torch.float64),
 }
 """What codes are, before they are scaled."""
 

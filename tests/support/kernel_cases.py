@@ -84,6 +84,14 @@ def way(name: str, *, is_tried: bool = False) -> Iterator[list[Program]]:
             patch.setenv("TRITON_INTERPRET", "1")
             # Triton's own functions are not interpreted where it was imported before.
             tl = import_module("triton.language")
+            if not hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 leaves its changes
+                base = tl.core.tensor_descriptor_base
+                for owner in (tl, tl.core, tl.math, tl.tensor, tl.dtype, base):
+                    for name_, found in list(vars(owner).items()):
+                        if callable(found):
+                            patch.setattr(owner, name_, found)
+                for name_ in ("__bool__", "__index__"):
+                    patch.setattr(tl.tensor, name_, None, raising=False)
             for name_, combine in (("sum", "_sum_combine"), ("min", "_elementwise_min")):
                 patch.setattr(
                     tl, name_, functools.partial(_reduced, tl, getattr(tl.standard, combine))
