@@ -42,6 +42,7 @@ def require_computing(format: Format) -> None:
 
 
 _without_function: Any = torch._C._disabled_torch_function_impl
+_calls_functions = torch._C._is_torch_function_enabled
 _GRAD: Any = torch.Tensor.grad
 _get_grad = _GRAD.__get__
 _SETS_UNTRACED = torch.__version__ >= "2.14"  # its compiler fails to set a descriptor written in C
@@ -310,7 +311,9 @@ class ComponentTensor(torch.Tensor):
         In-place changes of that expansion reach the plain gradient, rounded.
         """
         # Optimizers read it often, and torch's own getter would go through __torch_function__.
-        found: Tensor | None = _without_function(_get_grad, (), (self,))
+        found: Tensor | None = (
+            _without_function(_get_grad, (), (self,)) if _calls_functions() else _get_grad(self)
+        )
         step = current_step()
         if step is None or found is None:
             return found

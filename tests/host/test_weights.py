@@ -48,6 +48,26 @@ def test_bits_are_those_of_one_memory(format, optimizer, way):
     assert_follows(model, host)
 
 
+def test_clipping_by_norms_that_are_measured_before_the_step():
+    found = []
+    for on_host in (True, False):
+        model = network()
+        weights = (mcf.host.weights if on_host else mcf.as_expansion)(model, mcf.bf16i8)
+        optimizer = OPTIMIZERS["foreach plus"](weights.parameters())
+        with mcf.step_in_backward(weights, optimizer) as handle:
+            for step in range(4):
+                with handle.measure_norm(0.05):
+                    backward(model, step)
+                backward(model, step)
+                optimizer.step()
+        with mcf.step_in_backward(weights, optimizer, clip_by_previous_norm=0.05) as handle:
+            for step in range(4):
+                backward(model, step)
+                optimizer.step()
+        found.append((left(weights, optimizer), handle.norm))
+    assert_same_bits(*found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_bits_after_a_thousand_steps(optimizer):
@@ -441,10 +461,13 @@ def test_compiled_models_step_on_the_host():
     model, other = network(), network()
     host, expected = mcf.host.weights(model, mcf.bf16i8), mcf.host.weights(other, mcf.bf16i8)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    take = torch.compile(lambda optimizer: optimizer.step(), backend="aot_eager")
     for net, weights in ((compiled, host), (other, expected)):
         optimizer = OPTIMIZERS["fused compact"](weights.parameters())
         for step in range(3):
-            plainly(net, weights, optimizer, step)
+            backward(net, step)
+            take(optimizer) if net is compiled else optimizer.step()
+            optimizer.zero_grad()
     assert_same_bits(dict(host.named_parameters()), dict(expected.named_parameters()))
     assert_follows(model, host)
 

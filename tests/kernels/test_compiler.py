@@ -165,7 +165,7 @@ def test_work_that_adds_up_is_compiled(length, monkeypatch, tmp_path):
     execute.kernel_of.cache_clear()
     operands = [operand(mcf.bf16x2, length) for _ in range(2)]
     kernels = made(monkeypatch)
-    steps = -(-execute.BUILD_AFTER // (length + execute.OF_A_CALL))
+    steps = -(-cpu.BUILD_AFTER // (length + execute.OF_A_CALL))
     for step in range(1, steps + 2):
         run(expression("add", mcf.bf16x2), *operands)
         (kernel,) = kernels

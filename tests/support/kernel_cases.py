@@ -17,7 +17,7 @@ from torch import Tensor
 import mcftensor as mcf
 from mcftensor import kernels
 from mcftensor.formats import PLAIN
-from mcftensor.kernels import Body, Columns, cuda, eager, execute
+from mcftensor.kernels import Body, Columns, cpu, cuda, eager, execute
 from mcftensor.kernels.program import Program
 from mcftensor.passes import expansion
 from mcftensor.passes.expressions import Expression, Operand, carry_out, empty
@@ -64,8 +64,8 @@ def way(name: str, *, is_tried: bool = False) -> Iterator[list[Program]]:
     with pytest.MonkeyPatch.context() as patch:
         fresh = functools.lru_cache(maxsize=1024)(execute.kernel_of.__wrapped__)
         patch.setattr(execute, "kernel_of", fresh)
-        patch.setattr(execute, "LOOK_AFTER", after)
-        patch.setattr(execute, "BUILD_AFTER", after)
+        patch.setattr(cpu, "LOOK_AFTER", after)
+        patch.setattr(cpu, "BUILD_AFTER", after)
         if name != "eager":
             patch.setattr(eager, "run", _must_not_run)
         if name in ("triton", "rounding"):

@@ -128,6 +128,7 @@ def require_same(a, b):
         assert torch.equal(x, y)
 
 
+@pytest.mark.thinned(of=2)
 @each_pair
 def test_has_the_bits_of_the_library(name, format):
     for options in OPTIONS[name]:
@@ -140,6 +141,7 @@ def test_has_the_bits_of_the_library_after_many_steps(name, format):
     require_the_bits_of_the_library(name, format, OPTIONS[name][0], 1000)
 
 
+@pytest.mark.thinned(of=2)
 @each_pair
 def test_is_readable(name, format, tmp_path):
     text = export(name, format)
@@ -219,6 +221,7 @@ def bits(x):
     return x.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
+@pytest.mark.thinned(of=2)
 @each_pair
 def test_takes_options_closures_and_groups(name, format):
     exported = loaded(export(name, format))[STOCK[name]]
