@@ -10,7 +10,8 @@ from mcftensor.errors import CheckpointError
 from mcftensor.options import parse
 
 _COMMANDS = {
-    **dict.fromkeys(("audit", "doctor", "export", "memory", "selfcheck"), "tools.commands"),
+    **dict.fromkeys(("audit", "doctor", "memory", "selfcheck"), "tools.commands"),
+    "export": "export.exporting",
     "convert": "bridge.checkpoint_conversion",
 }
 """The module of each command, whose function `run_COMMAND` returns the exit status."""

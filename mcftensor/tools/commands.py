@@ -1,4 +1,4 @@
-"""The commands `audit`, `doctor`, `export`, `memory` and `selfcheck`."""
+"""The commands `audit`, `doctor`, `memory` and `selfcheck`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from mcftensor.options import say
 from mcftensor.tensor import text_tables
 from mcftensor.tools import device_report, doctor, memory_fit
 from mcftensor.tools.auditing import Audit, audit
-from mcftensor.tools.exporting import export
 from mcftensor.tools.memory_summary import MakeOptimizer, estimate
 
 
@@ -78,12 +77,6 @@ def run_doctor(options: argparse.Namespace) -> int:
     if rank in (None, "0"):
         say(report)
     return status if rank is None or status == 2 else 0
-
-
-def run_export(options: argparse.Namespace) -> int:
-    """Print an optimizer as a file."""
-    say(export(options.optimizer, named(options.format)).removesuffix("\n"))
-    return 0
 
 
 def run_memory(options: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ BUDGETS = {
     "bridge": 1285,
     "checkpoint": 2880,
     "dispatch": 4400,
+    "export": 1230,
     "formats": 2230,
     "host": 690,
     "kernels": 4590,
@@ -33,7 +34,7 @@ BUDGETS = {
     "serving": 1110,
     "sums": 400,
     "tensor": 3300,
-    "tools": 3510,
+    "tools": 2352,
     "training": 2965,
     "wide": 5280,
 }

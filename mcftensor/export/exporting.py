@@ -8,6 +8,7 @@ around all this is text of this module.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import inspect
@@ -28,11 +29,12 @@ from mcftensor.arithmetic import eft, write_counts
 from mcftensor.arithmetic.machine_numbers import Machine
 from mcftensor.arithmetic.noise import _STEPS, Balanced, Noise
 from mcftensor.convert import as_expansion
-from mcftensor.formats import PLAIN, Format, bf16i8, bf16i16, bf16x2, is_vector
+from mcftensor.export.call_recorder import record_calls
+from mcftensor.export.readable_code import WIDTH, Code
+from mcftensor.formats import PLAIN, Format, bf16i8, bf16i16, bf16x2, is_vector, named
+from mcftensor.options import say
 from mcftensor.passes.optimizer_steps import RULES, integer_power, numbers_for
 from mcftensor.tensor.components import stored_format_of
-from mcftensor.tools.call_recorder import record_calls
-from mcftensor.tools.readable_code import WIDTH, Code
 from mcftensor.training.collage import collage
 
 LONGEST = 200
@@ -518,3 +520,9 @@ def _stored(f: Format) -> dict[str, Tensor]:
 
 
 _INDEX = "index = torch.arange(p.numel(), device=p.device).view(p.shape).to(torch.int32)"
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Print an optimizer as a file: the command `export`."""
+    say(export(options.optimizer, named(options.format)).removesuffix("\n"))
+    return 0

@@ -16,8 +16,8 @@ import mcftensor as mcf
 from mcftensor import __main__ as command_line
 from mcftensor.arithmetic.machine_numbers import Machine
 from mcftensor.arithmetic.noise import Noise
-from mcftensor.tools import exporting, readable_code
-from mcftensor.tools.exporting import LONGEST, lines_of_code
+from mcftensor.export import exporting, readable_code
+from mcftensor.export.exporting import LONGEST, lines_of_code
 
 export = functools.cache(exporting.export)
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.export.call_recorder import BY_SHAPE, Applied, Region, tensors_in
+from mcftensor.export.simplified_source import literal, simplified
 from mcftensor.kernels.block_scales import BLOCK_SIZE
-from mcftensor.tools.call_recorder import BY_SHAPE, Applied, Region, tensors_in
-from mcftensor.tools.simplified_source import literal, simplified
 
 WIDTH = 100
 _ROOM = WIDTH - 16  # without indentation, and with an argument that may be added
