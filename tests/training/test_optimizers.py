@@ -1,6 +1,7 @@
 """Stock SGD, Adam and AdamW over expansions, against themselves in float64."""
 
 import importlib
+import inspect
 from fractions import Fraction
 
 import pytest
@@ -468,7 +469,7 @@ def test_fused_adam_without_grouping(kinds, options, change, monkeypatch):
     for of_torch in (False, True):
         if of_torch:
             module = importlib.import_module("torch.optim.adam")
-            monkeypatch.setattr(module, "_fused_adam", module._fused_adam.__wrapped__)
+            monkeypatch.setattr(module, "_fused_adam", inspect.unwrap(module._fused_adam))
         torch.manual_seed(0)
         weights = [nn.Parameter(sample(f, 40, seed=7) if f else torch.ones(3)) for f in kinds]
         optimizer = torch.optim.Adam(weights, lr=1e-2, fused=True, **options)
