@@ -142,7 +142,7 @@ def _memory(commands: argparse._SubParsersAction[Parser]) -> None:
     add(
         "--format",
         metavar="NAME",
-        help="of the weights, with --mode (default: bf16i8 in compact, by shape in the others)",
+        help="of the weights, with --mode (default: bf16i8 in compact modes, else by shape)",
     )
 
 

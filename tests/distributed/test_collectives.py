@@ -10,7 +10,7 @@ import mcftensor as mcf
 from support.helpers import STORED, assert_same_terms, exact, sample
 from support.ranks import on_ranks
 
-BLOCKS = [mcf.mxfp8, mcf.ue5m3, mcf.ue5m3.nearest]
+BLOCKS = [mcf.mxfp8, mcf.ue5m3, mcf.ue5m3.nearest, mcf.e3m0, mcf.ue4m0]
 FORMATS = [
     *(mcf.bf16x2, mcf.bf16x3, mcf.fp32x2),
     mcf.Format(torch.bfloat16, 2, rounding="stochastic"),
@@ -107,11 +107,11 @@ def test_sums_and_norms_of_distributed_tensors_have_the_precision_of_the_format(
 @on_ranks(2)
 def test_rows_are_distributed(format):
     mesh = init_device_mesh("cpu", (2,))
-    x = sample(format, 5, 3, 14)
+    x = sample(format, 5, 4, 14)
     sharded = distribute_tensor(x, mesh, [Shard(0)])
     local = sharded.to_local()
     assert local.format is format
-    assert local.shape == ((3, 2)[dist.get_rank()], 3, 14)
+    assert local.shape == ((3, 2)[dist.get_rank()], 4, 14)
     assert_same_terms(sharded.full_tensor(), x)
     assert_same_terms(distribute_tensor(x, mesh, [Replicate()]).to_local(), x)
     torch.testing.assert_close(
