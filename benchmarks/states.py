@@ -197,7 +197,7 @@ class Balanced:
         parts, largest = blocks(x, 32)
         scale = torch.exp2((largest.clamp(min=1e-300) / self.numbers[-1]).log2().ceil())
         size = parts.abs() / scale
-        above = torch.searchsorted(self.numbers, size).clamp(min=1)
+        above = torch.searchsorted(self.numbers, size).clamp(1, len(self.numbers) - 1)
         low, high = self.numbers[above - 1], self.numbers[above]
         if not self.to_zero:
             low = torch.where((above == 1) & (size > 0), high, low)
