@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-PATHS = ("for-loop", "foreach", "fused")
 CAUSES = {"gradients": "G", "leading terms": "L", "states": "S", "casts": "R"}
 PACKAGES = ("torch.optim", "pytorch_optimizer", "schedulefree", "prodigyopt")
 
@@ -41,27 +40,24 @@ def matrix(results: dict[str, Any], package: str) -> str:
         first = paths["for-loop"]
         if isinstance(first, str):
             continue
-        three = [figure(paths.get(path), "bf16x3") for path in PATHS]
+        three = [x["bf16x3"] for x in paths.values() if isinstance(x, dict)]
         compiled = results["compiled"].get(name)
-        three.append("" if compiled is None else figure(compiled, "bf16x3"))
         rows.append(
             [
                 split(name)[1],
                 *(number(first[way]) for way in ("bf16", "fp32", "bf16x2")),
-                *three,
+                number(worst(three)),
+                "" if compiled is None else figure(compiled, "bf16x3"),
                 letters(entry),
             ]
         )
-    head = [
-        "class",
-        "bf16",
-        "fp32",
-        "bf16x2",
-        *(f"bf16x3, {p}" for p in PATHS),
-        "compiled",
-        "why",
-    ]
-    return table(head, rows)
+    return table(["class", "bf16", "fp32", "bf16x2", "bf16x3", "compiled", "why"], rows)
+
+
+def worst(figures: Iterable[Any]) -> Any:
+    """The largest figure; what is none wins."""
+    figures = list(figures)
+    return next((x for x in figures if isinstance(x, str)), None) or max(figures)
 
 
 def figure(errors: dict[str, Any] | str | None, way: str) -> str:
@@ -77,30 +73,28 @@ def letters(entry: dict[str, Any]) -> str:
 
 def failures(results: dict[str, Any]) -> str:
     """Return the failing optimizers, and their messages."""
-    rows = []
+    found: dict[tuple[str, str], list[str]] = {}
     for name, entry in results["classes"].items():
         compiled = {"compiled": results["compiled"].get(name, {})}
         for path, errors in (entry["paths"] | compiled).items():
             whys = {"all": errors} if isinstance(errors, str) else errors
             for way, why in whys.items():
                 if isinstance(why, str):
-                    rows.append([name, path, way, why.replace("|", "/").replace("<", "&lt;")])
-    return table(["class", "path", "weights", "what it says"], rows)
+                    text = why.replace("|", "/").replace("<", "&lt;")
+                    found.setdefault((name, text), []).append(f"{path}: {way}")
+    rows = [[name, ", ".join(places), why] for (name, why), places in found.items()]
+    return table(["class", "path: weights", "what it says"], rows)
 
 
 def configurations(results: dict[str, Any]) -> str:
-    """torch's database: one row for paths of a configuration that give the same figures."""
+    """torch's database: the worst of all configurations and paths of a class."""
     ways = ["fp32", "bf16x2", "bf16x2 full", "bf16x3", "bf16x3 full"]
     rows = []
     for name, found in results["configurations"].items():
-        for configuration, paths in found.items():
-            alike: dict[tuple[str, ...], list[str]] = {}
-            for path, errors in paths.items():
-                alike.setdefault(tuple(figure(errors, w) for w in ways), []).append(path)
-            for figures, same in alike.items():
-                rows.append([name, configuration, ", ".join(same), *figures])
-    head = ["class", "configuration", "path", *ways]
-    return table(head, rows)
+        figures = [errors for paths in found.values() for errors in paths.values()]
+        row = [number(worst(x[way] for x in figures)) for way in ways]
+        rows.append([name, f"{len(found)}", *row])
+    return table(["class", "configurations", *ways], rows)
 
 
 def render(page: str, results: dict[str, Any]) -> str:

@@ -22,7 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import mcftensor as mcf
-from mcftensor.kernels.execute import BUILD_AFTER, OF_A_CALL
+from mcftensor.kernels.cpu import BUILD_AFTER
+from mcftensor.kernels.execute import OF_A_CALL
 
 PACKAGE = Path(str(mcf.__file__)).parent
 # Folders in the order in which they are imported; modules at the top of the package are last.

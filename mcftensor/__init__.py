@@ -51,7 +51,7 @@ from mcftensor.training.precision_schedule import PrecisionSchedule
 from mcftensor.training.step_in_backward import step_in_backward
 
 if TYPE_CHECKING:
-    from mcftensor import scaling
+    from mcftensor import host, scaling
     from mcftensor.reproducible import order_free_gradients
     from mcftensor.serving import apply_deltas, deltas
 
@@ -90,6 +90,7 @@ __all__ = [
     "fp32x3",
     "fp64x2",
     "functional",
+    "host",
     "load_file",
     "meters",
     "mxfp8",
@@ -133,6 +134,7 @@ _of_wings = wings.names_of_wings(
     {
         "apply_deltas": "serving",
         "deltas": "serving",
+        "host": "host",
         "order_free_gradients": "reproducible",
         "scaling": "scaling",
     },

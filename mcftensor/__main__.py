@@ -1,4 +1,4 @@
-"""The command line: `python -m mcftensor audit`, `convert`, `memory` and `selfcheck`."""
+"""The command line: `python -m mcftensor audit`, `convert`, `doctor` and others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from mcftensor.errors import CheckpointError
 from mcftensor.options import parse
 
 _COMMANDS = {
-    **dict.fromkeys(("audit", "memory", "selfcheck"), "tools.commands"),
+    **dict.fromkeys(("audit", "doctor", "memory", "selfcheck"), "tools.commands"),
+    "export": "export.exporting",
     "convert": "bridge.checkpoint_conversion",
 }
 """The module of each command, whose function `run_COMMAND` returns the exit status."""

@@ -32,6 +32,13 @@ def share(argument: str) -> float:
     return value
 
 
+def whole_number(argument: str) -> int:
+    """Parse a whole number above 0, as an argparse type."""
+    if not argument.isdecimal() or not int(argument):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, not {argument!r}")
+    return int(argument)
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line, checked."""
     from mcftensor import __version__  # noqa: PLC0415  # which is being imported
@@ -42,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"mcftensor {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_audit, _convert, _memory, _selfcheck):
+    for add in (_audit, _convert, _doctor, _export, _memory, _selfcheck):
         add(commands)
     return parser.parse_args(arguments)
 
@@ -114,6 +121,49 @@ def _convert(commands: argparse._SubParsersAction[Parser]) -> None:
     add("--no-verify", action="store_true", help="read files whose digests are not right")
 
 
+def _doctor(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="run a training script, and say what its updates lose and what helps",
+        usage="%(prog)s [-h] [--steps N] [-m] PROGRAM ...",
+        description="Run a training script for some steps, unchanged, with a meter on each of its "
+        "optimizers. Say what is stored in 16 bits, which updates are lost, by kind of layer, and "
+        "what helps. `audit` needs no run: it compares two checkpoints.",
+        epilog="Exit status: 0 if nothing is lost, 1 if something is, 2 for a mistake, a script "
+        "that fails, or one without a step that can be measured.",
+    )
+    add = command.add_argument
+    add(
+        "--steps",
+        type=whole_number,
+        default=100,
+        metavar="N",
+        help="stop after N steps (default: 100)",
+    )
+    add("-m", dest="is_module", action="store_true", help="PROGRAM is a module, as python -m")
+    add("program", metavar="PROGRAM", help="the script")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def _export(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "export",
+        help="print an optimizer as one file that needs PyTorch alone",
+        description="Print an optimizer over bfloat16 parameters as one readable file, which needs "
+        "torch 2.4 or newer and nothing of this library, and has the bits of its steps.",
+        epilog="Exit status: 0 if it was printed, 2 for an optimizer or a format without a file.",
+    )
+    add = command.add_argument
+    add("optimizer", metavar="OPTIMIZER", help="adamw, sgd (with momentum), muon or adafactor")
+    add(
+        "--format",
+        default="bf16i16",
+        metavar="NAME",
+        help="of the weights: bf16i16 (exact, the default), bf16x2 (states as in the mode plus), "
+        "bf16i8 (states as in the mode compact)",
+    )
+
+
 def _memory(commands: argparse._SubParsersAction[Parser]) -> None:
     command = commands.add_parser(
         "memory",
@@ -139,6 +189,12 @@ def _memory(commands: argparse._SubParsersAction[Parser]) -> None:
         help="of torch.optim (default: AdamW); SGD is with momentum",
     )
     add("--mode", metavar="NAME", help="show the formats of one Collage mode, layer by layer")
+    add(
+        "--host",
+        action="store_true",
+        help="with weights, gradients and states on the host, as by mcf.host.weights: the memory "
+        "is the device's, which has the leading terms",
+    )
     add(
         "--format",
         metavar="NAME",

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-WINGS = ("bridge", "reproducible", "scaling", "serving", "tools", "wide")
+WINGS = ("bridge", "export", "host", "reproducible", "scaling", "serving", "tools", "wide")
 """The folders of the package that are wings."""
 
 

@@ -54,6 +54,8 @@ TESTS = {
     "tensor/*": "test_seams.py tensor distributed",
     "training/*": "training distributed",
     "checkpoint/*": "files",
+    "export/*": "export",
+    "host/*": "host distributed/test_host_processes.py",
     "meters/*": "meters tools distributed",
     "scaling/*": "scaling",
     "bridge/*": "bridge",

@@ -34,6 +34,8 @@ OF_WINGS = {"scaling": ["formats/test_contract.py", "training/test_format_change
 
 USES = {
     "bridge": "mcf.checkpoint.convert_checkpoint",
+    "export": "mcf.wings.wing('export')",
+    "host": "mcf.host.weights",
     "reproducible": "mcf.exact.sum; mcf.functional.kl_div; mcf.order_free_gradients",
     "scaling": "mcf.scaling.scalify",
     "serving": "mcf.deltas; mcf.apply_deltas; mcf.checkpoint.Delta",

@@ -630,6 +630,96 @@ def _megatron(row: Row, folder: Path) -> None:
 # ------------------------------------------------------------------------------------- libraries
 
 
+@row("diffusers UNet2DModel", "diffusers")
+def _unet(row: Row, folder: Path) -> None:
+    from diffusers import DDPMScheduler, UNet2DModel
+
+    schedule = DDPMScheduler(num_train_timesteps=100)
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
+        shape = {"sample_size": 8, "in_channels": 1, "out_channels": 1, "norm_num_groups": 4}
+        return UNet2DModel(block_out_channels=(16,), layers_per_block=1, **shape, **blocks)
+
+    def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(steps):
+            images, noise = torch.randn(2, 4, 1, 8, 8, generator=generator)
+            times = torch.randint(100, (4,), generator=generator)
+            noisy = schedule.add_noise(images, noise, times)
+            out = model(noisy.to(model.dtype), times).sample
+            nn.functional.mse_loss(out.float(), noise).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def released() -> None:
+        model = mcf.as_expansion(made(), mcf.bf16i8)
+        optimizer = mcf.collage(torch.optim.AdamW(model.parameters(), lr=1e-4), "compact")
+        mcf.step_in_backward(model, optimizer)
+        moves(model, lambda: train(model, optimizer))
+        assert all(p.grad is None for p in model.parameters())
+
+    model = mcf.checkpoint.store_as_terms(mcf.as_expansion(made()))
+    row.works("train", lambda: (moves(model, lambda: train(model, _adamw(model))), released()))
+
+    def save() -> None:
+        model.save_pretrained(folder / "unet")
+        again = mcf.as_expansion(made())
+        mcf.load_file(folder / "unet/diffusion_pytorch_model.safetensors", again)
+        are_same(terms(model), terms(again))
+
+    row.works("save", save, "store_as_terms(model)")
+
+    def elsewhere() -> None:
+        plain = UNet2DModel.from_pretrained(folder / "unet", torch_dtype=torch.bfloat16)
+        are_same(list(plain.parameters()), [mcf.as_plain(p) for p in model.parameters()])
+
+    row.works("load elsewhere", elsewhere)
+    other = mcf.as_expansion(made())
+    row.works("EDQ", lambda: measured(lambda: train(other, _adamw(other))))
+
+
+@row("adv_optm", "adv_optm")
+def _adv_optm(row: Row, folder: Path) -> None:
+    import adv_optm
+
+    row.works("train", lambda: [_as_in_float32(getattr(adv_optm, x)) for x in adv_optm.__all__])
+
+
+@row("prodigy-plus-schedule-free", "prodigy-plus-schedule-free")
+def _prodigy_plus(row: Row, folder: Path) -> None:
+    from prodigyplus import ProdigyPlusScheduleFree
+
+    row.works("train", lambda: _as_in_float32(ProdigyPlusScheduleFree))
+
+
+def _as_in_float32(make: Callable[..., torch.optim.Optimizer]) -> None:
+    """Raise AssertionError unless an optimizer moves expansions 0.98 to 1.02 of the way it moves
+    float32, at a rate at which it moves plain bf16 only by rounding at random."""
+
+    def way(model: nn.Module) -> torch.Tensor:
+        optimizer = make(model.parameters(), lr=1e-5)
+        start = [mcf.as_plain(p.detach(), torch.float64) for p in model.parameters()]
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(60):
+            for p in model.parameters():
+                noise = torch.randn(p.shape, generator=generator)
+                p.grad = (0.1 * noise + 0.05).bfloat16().to(p.dtype)
+            optimizer.step()
+        after = [mcf.as_plain(p.detach(), torch.float64) for p in model.parameters()]
+        return torch.cat([(y - x).flatten() for x, y in zip(start, after, strict=True)])
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        norm = nn.LayerNorm(48)
+        return nn.Sequential(nn.Linear(32, 48, bias=False), norm, nn.Linear(48, 16)).bfloat16()
+
+    right, own = way(model().float()), way(mcf.as_expansion(model(), mcf.bf16i16))
+    made = float(own @ right / (right @ right))
+    assert 0.98 < made < 1.02, f"{made:.3f} of the way"
+
+
 @row("diffusers EMAModel", "diffusers")
 def _diffusers(row: Row, folder: Path) -> None:
     from diffusers.training_utils import EMAModel

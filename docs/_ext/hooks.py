@@ -12,6 +12,7 @@ In a page,
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 import sys
@@ -41,6 +42,16 @@ MARK = re.compile(r"^<!-- (table: .*|end) -->$", re.MULTILINE)
 TABLE = re.compile(r"<table(>.*?</table>)", re.DOTALL)
 TITLE = re.compile(r"^# .*\n", re.MULTILINE)
 NUMBER = re.compile(r"<td( style=\"[^\"]*\")?>(?=[−+]?\d[^\s<]*( (%|of|±)[^<]*| \([^<]*\))?</td>)")
+FOR_FEW = (
+    *("design/", "contributing", "reference/index", "reference/operators", "reference/judged"),
+    *("findings", "larger", "long-runs", "benchmarks", "speed"),
+    *("guides/studies", "guides/examples"),
+)
+"""Pages that search results show last."""
+FOR_MANY = "guides/fine-tuning.html#the-loss"
+"""The section for those who search by what they see, in many words."""
+COMPOUND = re.compile(r"\b[A-Za-z][a-z0-9]+(?:[A-Z][a-z0-9]*)+\b|\b[A-Z]{2,}[a-z][A-Za-z0-9]*\b")
+PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")
 RESULT = re.compile(r"\]\((?:\.\./)*benchmarks/results/([\w-]+\.png)\)")
 
 
@@ -101,6 +112,30 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     data = content.replace("</", "<\\/")  # the same JSON, in which no element ends
     script = f'<script type="application/json" id="notebook">{data}</script>\n</body>'
     return output.replace("</body>", script, 1)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Words are found by how they begin, so give each section the ends of its compounds as words:
+    `dataparallel` and `parallel` of DistributedDataParallel. The changelog has all words, and
+    answers no question."""
+    path = Path(config.site_dir) / "search/search_index.json"
+    index = json.loads(path.read_text())
+    index["docs"] = [x for x in index["docs"] if not x["location"].startswith("changelog")]
+    for section in index["docs"]:
+        if section["location"].startswith(FOR_FEW):
+            section["boost"] = 0.3
+        if section["location"].startswith(FOR_MANY):
+            section["boost"] = 2
+        text = re.sub(r"<[^>]+>", " ", f"{section['title']} {section['text']}")
+        if ends := sorted({end for word in COMPOUND.findall(text) for end in ends_of(word)}):
+            section["text"] += f"<p>{' '.join(ends)}</p>"
+    path.write_text(json.dumps(index, separators=(",", ":")))
+
+
+def ends_of(word: str) -> list[str]:
+    """What a compound ends in, by its capitals."""
+    parts = PART.findall(word)
+    return ["".join(parts[i:]).lower() for i in range(1, len(parts))]
 
 
 def figure(name: str, caption: str) -> str:

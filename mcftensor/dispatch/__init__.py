@@ -106,17 +106,13 @@ def torch_dispatch(
 
 @functools.lru_cache(maxsize=4096)
 def _handler(func: Any) -> Handler:
-    handler = _own_handler(func)
-    return onto_plain(handler) if computes_into(func) else handler
-
-
-def _own_handler(func: Any) -> Handler:
     own = TABLE.get(func) or TABLE.get(func.name())
     if own is None and func.namespace == "prims":
         own = _of_prims(func)
     own = own or FAMILIES.get(func.namespace)
     found = handler_of(func, own, foreach, FAMILIES["view"])
-    return found or (by_functional_form if functional(func) else compute)
+    handler = found or (by_functional_form if functional(func) else compute)
+    return onto_plain(handler) if computes_into(func) else handler
 
 
 def _of_prims(func: Any) -> Handler | None:

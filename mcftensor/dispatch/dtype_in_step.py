@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from mcftensor.dispatch.operands import expansions, mapped, plainly, template
+from mcftensor.dispatch.operands import expansions, is_float, mapped, plainly, template
 from mcftensor.dispatch.registry import IN_STEP
 from mcftensor.tensor import GradientTensor, MCFTensor
 
@@ -82,7 +82,7 @@ def narrowly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(template(source), *rest, **named)
     args, kwargs = mapped(lambda x: None if x is dtype else x, (args, kwargs))
     return tree_map(
-        lambda x: plainly(x, dtype) if isinstance(x, Tensor) and x.is_floating_point() else x,
+        lambda x: plainly(x, dtype) if is_float(x) else x,
         func(*args, **kwargs),
     )
 

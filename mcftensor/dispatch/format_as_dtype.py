@@ -71,7 +71,9 @@ def in_place_of_dtype(
     format = options.pop("dtype", None)
     if func is Tensor.to:
         x, *others = args
-        return cast(x, others.pop(0) if format is None else format, *others, **options)
+        if format is None:
+            format, *others = others
+        return cast(x, format, *others, **options)
     name = getattr(func, "__name__", str(func)).strip("_")
     if format is found:
         is_made_of = any(isinstance(x, Tensor) for x in leaves(args))

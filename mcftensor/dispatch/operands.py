@@ -39,6 +39,11 @@ def leaves(tree: Any) -> list[Any]:
     return found
 
 
+def is_float(x: Any) -> bool:
+    """Return whether an argument is a floating tensor."""
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree of arguments with a function applied to each leaf."""
     if type(tree) in (tuple, list):

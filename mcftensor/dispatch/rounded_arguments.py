@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from mcftensor.dispatch.operands import expansions, leaves, mapped
+from mcftensor.dispatch.operands import expansions, is_float, leaves, mapped
 from mcftensor.dispatch.schemas import without_results
 from mcftensor.dispatch.system import WIDE, may_round
 from mcftensor.formats import Format, named
@@ -74,7 +74,7 @@ class WidenedArguments:
         """
         if not self._is_corrected:
             return result
-        if isinstance(result, Tensor) and not _is_float(result):
+        if isinstance(result, Tensor) and not is_float(result):
             return result
         if self._has_rests:
             wide = wing_or_none("wide")
@@ -98,12 +98,12 @@ class WidenedArguments:
             return f"@{place}"
 
         call = json.dumps([str(func), *mapped(described, (list(args), kwargs))])
-        if wing("wide").is_elementwise(func):
+        if wing("wide").correction_of(func) == "elements":
             return function_of_terms(result, tensors, call)
-        pairs = iter(differences_of_terms([x for x in results if _is_float(x)], tensors, call))
+        pairs = iter(differences_of_terms([x for x in results if is_float(x)], tensors, call))
         longer = Format(WIDE, 2)
         results = [
-            MCFTensor.of([next(pairs), next(pairs)], longer) if _is_float(x) else x for x in results
+            MCFTensor.of([next(pairs), next(pairs)], longer) if is_float(x) else x for x in results
         ]
         return tree_unflatten(results, structure)
 
@@ -111,7 +111,7 @@ class WidenedArguments:
 def _are_corrected(func: Any) -> bool:
     """Return whether rests change the results of an operation; True where `wide` is missing."""
     wide = wing_or_none("wide")
-    return wide is None or wide.are_corrected(func)
+    return wide is None or wide.correction_of(func) is not None
 
 
 def is_recorded(tree: Any) -> bool:
@@ -172,7 +172,7 @@ def differences_of_terms(
     """
     numbers = _read_call(call, tensors)
     pairs: list[Tensor] = []
-    given = [x for x in tree_leaves(numbers.corrected([*results])) if _is_float(x)]
+    given = [x for x in tree_leaves(numbers.corrected([*results])) if is_float(x)]
     for x, like in zip(given, results, strict=True):
         terms = list(x._read()) if isinstance(x, MCFTensor) else [x]
         rest = sum(terms[1:], torch.zeros_like(like))
@@ -196,13 +196,9 @@ def _read_call(call: str, tensors: Sequence[Tensor]) -> WidenedArguments:
     func = functools.reduce(getattr, name.split("."), torch.ops)
     numbers = WidenedArguments(func, args, kwargs, is_recorded=False)
     for x in leaves((args, kwargs)):
-        if _is_float(x):
+        if is_float(x):
             numbers.enter(x)
     return numbers
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def places_of_rests(rest: Tensor, shape: torch.Size) -> Tensor:

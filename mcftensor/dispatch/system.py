@@ -59,27 +59,33 @@ def may_round(x: MCFTensor) -> bool:
     return not is_kept and widest(x.device) == WIDE
 
 
-# Functions that PyTorch evaluates in float64 with larger errors than 48 bits allow.
-_SHARPER: dict[Any, Callable[..., Tensor]] = {
+SHARPER: dict[Any, Callable[..., Tensor]] = {
     aten.binary_cross_entropy_with_logits: special_functions.binary_cross_entropy_with_logits,
-    aten.digamma: special_functions.digamma,
-    aten.gelu: special_functions.gelu,
-    aten.gelu_backward: special_functions.gelu_backward,
     aten.hardsigmoid_backward: special_functions.hardsigmoid_backward,
-    aten.igammac: special_functions.igammac,
-    aten.igammac_: special_functions.igammac,
     aten._log_softmax: special_functions.log_softmax,
     aten._log_softmax_backward_data: special_functions.log_softmax_backward,
     aten.logaddexp2: special_functions.logaddexp2,
     aten.logit: special_functions.logit,
     aten.logsumexp: special_functions.logsumexp,
+    aten.sinc: special_functions.sinc,
+}
+"""Functions that PyTorch evaluates with larger errors than 48 bits allow, as compositions for
+float64 and for longer formats."""
+
+_SHARPER: dict[Any, Callable[..., Tensor]] = {
+    **SHARPER,
+    aten.digamma: special_functions.digamma,
+    aten.gelu: special_functions.gelu,
+    aten.gelu_backward: special_functions.gelu_backward,
+    aten.igammac: special_functions.igammac,
+    aten.igammac_: special_functions.igammac,
     aten.polygamma: special_functions.polygamma,
     aten.polygamma_: lambda x, n: special_functions.polygamma(n, x),
-    aten.sinc: special_functions.sinc,
     aten.soft_margin_loss: special_functions.soft_margin_loss,
     aten.special_log_ndtr: special_functions.log_ndtr,
     aten.special_zeta: special_functions.zeta,
 }
+"""The same, and such functions for float64 alone."""
 
 
 def evaluated(

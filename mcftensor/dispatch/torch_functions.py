@@ -27,6 +27,7 @@ from mcftensor.dispatch.default_handler import explained, unlike_dtypes
 from mcftensor.dispatch.operands import (
     common_format,
     expansions,
+    is_float,
     leaves,
     mapped,
     plainly,
@@ -92,12 +93,10 @@ _OF_WIDE: set[Callable[..., Any]] = {
     *(F.gelu, torch.logaddexp2, Tensor.logaddexp2),
     *(
         function
-        for name in ("exp2", "log2", "log10", "erf", "erfc", "ndtr", "erfinv", "sinc")
-        for function in derivatives.functions(name)
-    ),
-    *(
-        function
-        for name in ("tanhshrink", "deg2rad", "rad2deg")
+        for name in (
+            *("exp2", "log2", "log10", "erf", "erfc", "ndtr"),
+            *("erfinv", "sinc", "tanhshrink", "deg2rad", "rad2deg"),
+        )
         for function in derivatives.functions(name)
     ),
 }
@@ -233,7 +232,7 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     def widen(x: Any) -> Any:
         if isinstance(x, MCFTensor):
             return converted(x, x.format, wide)
-        if isinstance(x, Tensor) and x.is_floating_point():
+        if is_float(x):
             return x.to(wide.dtype)
         return wide.dtype if x == format.dtype and isinstance(x, torch.dtype) else x
 

@@ -23,9 +23,6 @@ K = TypeVar("K")
 Column = Sequence[Tensor]
 Scalar = Tensor | float
 
-_FEW = 128
-_dtype = operator.attrgetter("dtype")
-
 
 # Types of arguments that need no further inspection.
 _BARE = {Tensor, torch.nn.Parameter, bool, int, float, str, type(None)}
@@ -137,36 +134,6 @@ class Flat(Sequence[Tensor]):
         """Return the addresses of the rows."""
         first, width = self._scratch.data_ptr(), self._scratch.element_size()
         return [first + width * x for x in self._starts[:-1]]
-
-
-Facts = tuple[torch.dtype | None, int | None, list[int], list[int], bool]
-"""Facts about a column for kernels: the dtype and the device index (-1 for the CPU), or None if
-they differ within it; numbers of elements, addresses, and whether all tensors are contiguous."""
-
-
-def facts_of(column: Column) -> Facts:
-    """Return the facts of a column, asked tensor by tensor: a column may have thousands."""
-    first = column[0]
-    dtype, device = first.dtype, first.get_device()
-    if len(column) == 1:
-        return dtype, device, [first.numel()], [first.data_ptr()], first.is_contiguous()
-    lengths: list[int] = []
-    addresses: list[int] = []
-    dtypes, devices, are_contiguous = {dtype}, {device}, True
-    for i in range(0, len(column), _FEW):
-        part = column[i : i + _FEW]
-        dtypes.update(map(_dtype, part))
-        devices.update(map(Tensor.get_device, part))
-        lengths += map(Tensor.numel, part)
-        addresses += map(Tensor.data_ptr, part)
-        are_contiguous &= all(map(Tensor.is_contiguous, part))
-    return (
-        dtype if len(dtypes) == 1 else None,
-        device if len(devices) == 1 else None,
-        lengths,
-        addresses,
-        are_contiguous,
-    )
 
 
 def places(vectors: Sequence[Column], outputs: Sequence[Column]) -> tuple[list[Column], list[int]]:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -38,7 +39,38 @@ FLAGS = (
 
 Launch = Callable[[int, int, int, int], None]
 
+# The number of elements from which looking for compiled code, and compiling it, is worthwhile. To
+# look, the function is recorded and printed, which takes the time of five to nine calls of it, and
+# most often no earlier process has compiled it.
+LOOK_AFTER = 1 << 18
+BUILD_AFTER = 1 << 20
+
 _HERE = "the CPU"
+
+
+class OnDemand:
+    """C++ that is loaded, or compiled, once it has worked on enough elements.
+
+    Args:
+        source: returns the translation unit, or None without one.
+        is_right: whether the compiled code gives the right bits.
+    """
+
+    def __init__(
+        self, source: Callable[[], str | None], is_right: Callable[[Launch], bool]
+    ) -> None:
+        self.source, self.is_right = source, is_right
+        self.worked = 0
+        self.launch: Launch | None = None
+
+    def get(self, elements: int) -> Launch | None:
+        """Return the compiled code for a call with `elements` elements, or None."""
+        if self.launch is None:
+            before, self.worked = self.worked, self.worked + elements
+            build = before < BUILD_AFTER <= self.worked
+            if (build or before < LOOK_AFTER <= self.worked) and (source := self.source()):
+                self.launch = load(source, build=build, is_right=self.is_right)
+        return self.launch
 
 
 def load(source: str, *, build: bool, is_right: Callable[[Launch], bool]) -> Launch | None:
@@ -117,8 +149,8 @@ def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return " ".join(os.uname())
-    return next((x for x in lines if x.startswith(("flags", "Features"))), os.uname().machine)
+        return " ".join(platform.uname())
+    return next((x for x in lines if x.startswith(("flags", "Features"))), platform.machine())
 
 
 def _is_restricted() -> bool:

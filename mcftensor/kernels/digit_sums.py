@@ -646,5 +646,5 @@ def _adds_exactly(launch: cpu.Launch, dtype: torch.dtype, least: int, has_factor
     return result.item() == float(exact)
 
 
-COMPILED = execute.OnDemand(lambda: SOURCE, _is_right)
+COMPILED = cpu.OnDemand(lambda: SOURCE, _is_right)
 """The compiled code of this process."""

@@ -20,12 +20,12 @@ from mcftensor.kernels.block_scales import BLOCK_SIZE, shape_of_codes, shape_of_
 from mcftensor.kernels.columns import (
     Columns,
     Scalar,
-    facts_of,
     places,
     places_of,
     repeated,
 )
 from mcftensor.kernels.cpp import GRAIN
+from mcftensor.kernels.facts import facts_of
 from mcftensor.kernels.program import Body, Program, Signature, record
 from mcftensor.kernels.without_float64 import (
     CONTEXTS,
@@ -39,12 +39,6 @@ from mcftensor.kernels.without_float64 import (
 # of one element takes the time of 5,000 to 28,000 elements.
 OF_A_CALL = 1 << 13
 
-# The number of elements from which looking for compiled code, and compiling it, is worthwhile. To
-# look, the function is recorded and printed, which takes the time of five to nine calls of it, and
-# most often no earlier process has compiled it.
-LOOK_AFTER = 1 << 18
-BUILD_AFTER = 1 << 20
-
 LOCK = threading.RLock()
 """Held while components are written or copied, and while a tape is, since another thread may read
 its tensors: it gets the numbers before or after a write, and never some terms of both."""
@@ -56,31 +50,6 @@ if hasattr(os, "register_at_fork"):  # a thread that holds the lock does not exi
 
 # Device types on which Triton kernels run.
 TRITON_DEVICES = ["cuda"]
-
-
-class OnDemand:
-    """C++ that is loaded, or compiled, once it has worked on enough elements.
-
-    Args:
-        source: returns the translation unit, or None without one.
-        is_right: whether the compiled code gives the right bits.
-    """
-
-    def __init__(
-        self, source: Callable[[], str | None], is_right: Callable[[cpu.Launch], bool]
-    ) -> None:
-        self.source, self.is_right = source, is_right
-        self.worked = 0
-        self.launch: cpu.Launch | None = None
-
-    def get(self, elements: int) -> cpu.Launch | None:
-        """Return the compiled code for a call with `elements` elements, or None."""
-        if self.launch is None:
-            before, self.worked = self.worked, self.worked + elements
-            build = before < BUILD_AFTER <= self.worked
-            if (build or before < LOOK_AFTER <= self.worked) and (source := self.source()):
-                self.launch = cpu.load(source, build=build, is_right=self.is_right)
-        return self.launch
 
 
 _call: Callable[[partial[None]], None] = partial.__call__
@@ -134,7 +103,7 @@ def launch(
         done.extend(zip((sum(lengths),), map(_call, (call,)), strict=True))
 
 
-class Kernel(OnDemand):
+class Kernel(cpu.OnDemand):
     """A function compiled for one signature, or to be compiled."""
 
     def __init__(self, body: Body, signature: Signature) -> None:

@@ -53,8 +53,8 @@ _DIALECT = Dialect(
         "to": "{0}.to(tl.{type})",
         "where": "tl.where({0}, {1}, {2})",
         "abs": "tl.abs({0})",
-        "div": "tl.div_rn({0}, {1})",
-        "sqrt": "tl.sqrt_rn({0})",
+        "div": "quotient({0}, {1})",
+        "sqrt": "root({0})",
         "fma": "tl.fma({0}, {1}, {2})",
         ("div", torch.float64): "{0} / {1}",
         ("sqrt", torch.float64): "tl.sqrt({0})",
@@ -65,6 +65,24 @@ _DIALECT = Dialect(
 _PRELUDE = """\
 import triton
 import triton.language as tl
+
+
+# Triton 3.5 flushes subnormal float32 numbers in `div_rn` and `sqrt_rn`. From float64 the results
+# are rounded correctly too, since it has more than twice as many bits.
+FLUSHES = tl.constexpr(triton.__version__.startswith("3.5."))
+
+
+@triton.jit
+def quotient(x, y):
+    if FLUSHES:
+        return (x.to(tl.float64) / y.to(tl.float64)).to(tl.float32)
+    else:
+        return tl.div_rn(x, y)
+
+
+@triton.jit
+def root(x):
+    return tl.sqrt(x.to(tl.float64)).to(tl.float32) if FLUSHES else tl.sqrt_rn(x)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
+
+REDUCTION: ContextVar[int] = ContextVar("REDUCTION")
+"""The number of the reduction of the `all_reduce` under way; `patches/distributed.py` sets it."""
 
 
 def refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +118,8 @@ if dist.is_available():
         parts = [_nearest(x, [torch.empty_like(term) for term in x._read()]) for _ in range(count)]
         _, work = move(_c10d.allgather_.default, [parts], [_nearest(x)], group)
         work.wait()
-        x.copy_(_reduced(func, parts, dist.ReduceOp.RedOpType(op.op()).name.lower()))
+        kind = op.op() if op._has_method("op") else REDUCTION.get()
+        x.copy_(_reduced(func, parts, dist.ReduceOp.RedOpType(kind).name.lower()))
         return tensors, work
 
     @implements(_functional.all_reduce)  # DTensor.sum, clip_grad_norm_

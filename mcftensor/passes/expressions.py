@@ -171,14 +171,10 @@ def _operands(flat: Sequence[Any], formats: Sequence[str]) -> tuple[list[Operand
     return [Operand(f, x) for f, x in zip(found, columns, strict=True)], count
 
 
-def _fake(
-    operation: str, format: str, operands: list[Tensor], formats: list[str], keys: list[Tensor]
-) -> list[Tensor]:
-    return [*itertools.chain(*empty(named(format), *_operands(operands, formats)))]
-
-
 @opaque(
-    _fake,
+    lambda operation, format, operands, formats, keys: [
+        *itertools.chain(*empty(named(format), *_operands(operands, formats)))
+    ],
     schema="(str operation, str format, Tensor[] operands, str[] formats, Tensor[] keys)"
     " -> Tensor[]",
     lays_out=True,

@@ -71,22 +71,3 @@ _ROWS = (
     Operator("lerp", 3, lambda x, end, weight: ("lerp", (x, end, weight))),
 )
 OPERATORS = {row.name: row for row in _ROWS}
-
-
-def _unary(*names: str) -> list[Operator]:
-    return [Operator(name, 1, lambda x, name=name: (name, (x,))) for name in names]
-
-
-def _binary(*names: str) -> list[Operator]:
-    return [Operator(name, 2, lambda x, y, name=name: (name, (x, y))) for name in names]
-
-
-_FUNCTIONS = (
-    *_unary("exp", "exp2", "expm1", "log", "log2", "log10", "log1p"),
-    *_unary("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "silu", "mish"),
-    *_unary("sin", "cos", "tan", "asin", "acos", "atan", "erf", "erfc"),
-    *_unary("lgamma", "digamma"),
-    *_binary("pow", "atan2", "hypot"),
-)
-FUNCTIONS = {row.name: row for row in _FUNCTIONS}
-"""Elementary functions: formats beyond 48 bits evaluate them by a formula, others in float64."""

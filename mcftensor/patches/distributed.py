@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mcftensor.dispatch.operands import name_counts
-from mcftensor.operators.collectives import carried, require_one_format
+from mcftensor.operators.collectives import REDUCTION, carried, require_one_format
 from mcftensor.patches.optimizers import parameters_of
 from mcftensor.patches.table import by_name, calls, patch, rows
 from mcftensor.tensor import MCFTensor
@@ -97,6 +97,23 @@ def _of_one_kind(collective: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def _naming_its_reduction(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """A reduction is an argument, or an attribute of one."""
+
+    @functools.wraps(all_reduce)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        found = [getattr(x, "reduceOp", x) for x in (*args[2:], *kwargs.values())]
+        kinds = [x for x in found if isinstance(x, (dist.ReduceOp, dist.ReduceOp.RedOpType))]
+        kind: Any = kinds[0] if kinds else dist.ReduceOp.SUM
+        outer = REDUCTION.set(int(getattr(kind, "op", kind)))
+        try:
+            return all_reduce(*args, **kwargs)
+        finally:
+            REDUCTION.reset(outer)
+
+    return named
+
+
 @patch(
     "torchtitan.components.optimizer.optimizer.init_optim_state",
     why="torchtitan runs the same step before it saves or loads states.",
@@ -142,6 +159,31 @@ def _uncounted(initialize: Callable[[], None], given: dict[str, Any]) -> None:
 @by_name
 def _by_attributes(copy: Callable[[], Any], given: dict[str, Any]) -> Any:
     return without_addresses(copy)
+
+
+@patch(
+    "torch.distributed.checkpoint.filesystem._SerialCpuLoader.values",
+    why="Before torch 2.11, writers of distributed checkpoints ask a tensor for its typed storage, "
+    "to copy those that are views of a larger one.",
+    loss="before torch 2.11, dcp.save raises for whole expansions; give it "
+    "mcf.checkpoint.as_terms(state_dict).",
+    releases="2.9 to 2.14",
+    when="import torch.distributed.checkpoint.filesystem",
+    takes=("self",),
+)
+def _copying_expansions(values: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    @functools.wraps(values)
+    def copied(self: Any) -> Iterator[Any]:
+        for item in self.items:
+            x = self.resolve_fun(item[1])
+            if isinstance(x, MCFTensor):
+                yield x.detach().cpu().clone(), item[1]
+            else:
+                one = copy.copy(self)
+                one.items, one.resolve_fun = [item], lambda _, x=x: x
+                yield from values(one)
+
+    return copied
 
 
 _aten = torch.ops.aten
@@ -221,4 +263,11 @@ if dist.is_available():
         "tensor, the expansions there are read as memory that they do not have.",
         loss="a collective of a plain tensor with a list of expansions crashes the process.",
         change=_of_one_kind,
+    )
+    rows(
+        "torch.distributed.ProcessGroup.allreduce",
+        why="Before torch 2.10, dispatch is given the reduction as an object without its name.",
+        loss="before torch 2.10, all_reduce of expansions raises LookupError.",
+        releases="2.9 to 2.14",
+        change=_naming_its_reduction,
     )

@@ -35,12 +35,12 @@ COMPILER = "import torch._dynamo"
 )
 @by_name
 def _whole_over_expansions(call_method: Callable[[], Any], given: dict[str, Any]) -> Any:
-    from torch._dynamo.variables import TorchInGraphFunctionVariable
+    from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable
 
     keyword, of_number, of_tensor = _WITH_A_NUMBER.get(given["name"], ("", None, None))
     if keyword not in given["kwargs"] or not _is_ours(given["self"]):
         return call_method()
-    by_tensor = given["kwargs"][keyword].is_tensor()
+    by_tensor = isinstance(given["kwargs"][keyword], TensorVariable)
     if by_tensor and _has_rules(given["self"]):
         return call_method()
     operator: Any = of_tensor if by_tensor else of_number
@@ -74,7 +74,7 @@ def _sparing_expansions(get_handlers: Callable[..., Any]) -> Callable[..., Any]:
 @patch(
     "torch._dynamo.polyfills.foreach_lerp_inplace",
     why="Compilers decompose `_foreach_lerp_` into several operations.",
-    releases="2.13",
+    releases="2.9 to 2.14",
     loss="compiled _foreach_lerp_ may round differently from eager _foreach_lerp_.",
     when=COMPILER,
 )
@@ -146,7 +146,9 @@ def _fits(context: Any, t: Any) -> bool:
 
 def _is_ours(x: Any) -> bool:
     """Whether this stands for an MCFTensor, in the compiler."""
-    return getattr(x, "is_tensor", bool)() and issubclass(x.class_type, MCFTensor)
+    from torch._dynamo.variables import TensorVariable
+
+    return isinstance(x, TensorVariable) and issubclass(x.class_type, MCFTensor)
 
 
 def _has_rules(x: Any) -> bool:

@@ -49,6 +49,29 @@ _TENSOR_HOOKS = rows(
 )
 
 
+HOSTS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Handles of models whose weights and gradients are on the host: told of steps, of the parameters
+that they have stepped, and of gradients to clear."""
+
+
+@by_name
+def _on_the_host_too(zero: Callable[[], None], given: dict[str, Any]) -> None:
+    zero()
+    for handle in list(HOSTS):
+        handle.zero_gradients_of(given["self"], given.get("set_to_none", True))
+
+
+ZEROES = rows(
+    "torch.nn.Module.zero_grad",
+    why="Programs that call `model.zero_grad()` mean the gradients of all its parameters, and "
+    "those of a model with weights on the host are there.",
+    loss="model.zero_grad() leaves gradients on the host; call optimizer.zero_grad().",
+    when="mcf.host.weights(model)",
+    change=_on_the_host_too,
+    takes=("set_to_none",),
+)
+
+
 def exchange(x: Tensor, new: Tensor) -> None:
     """Give the tensor object x the contents of new; its hooks and users' attributes stay."""
     kept = {each.attribute: each.found_in(x) for each in _TENSOR_HOOKS}

@@ -7,20 +7,27 @@ import inspect
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
+from mcftensor.kernels.facts import facts_of
+from mcftensor.patches.objects import HOSTS
 from mcftensor.patches.sharded_optimizers import mean_over_ranks
-from mcftensor.patches.table import by_name, calls, patch, rows
+from mcftensor.patches.table import by_name, calls, patch, rows, wherever_imported
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import any_format_of, format_of, is_held, local
 from mcftensor.tensor.dtensor import with_gradient_tensors
 from mcftensor.tensor.implicit_rounding import asking
 from mcftensor.tensor.step_context import Step, closure, current_step, in_step
+
+_params = itemgetter("params")
+_has_rules = attrgetter("_has_rules")
 
 
 @patch(
@@ -37,6 +44,33 @@ def _with_expansions(types: list[type]) -> list[type]:
     return types
 
 
+@patch(
+    "torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
+    why="The foreach paths and averages of models group the tensors of several lists. PyTorch "
+    "refuses most lists of unlike dtypes, and before 2.13 a list in bfloat16 beside another too.",
+    loss="foreach=True and AveragedModel raise if states or averages have another dtype than the "
+    "weights, as those of fp16i16; use foreach=False.",
+    releases="2.9 to 2.14",
+    takes=("tensorlistlist",),
+)
+@wherever_imported
+@by_name
+def _by_the_first_list(group: Callable[[], Any], given: dict[str, Any]) -> Any:
+    try:
+        return group()
+    except RuntimeError:
+        lists: list[list[Any]] = given["tensorlistlist"]
+        if not any(any_format_of(x) for x in itertools.chain(*lists)):
+            raise
+        places: dict[Any, list[int]] = {}
+        for i, x in enumerate(lists[0]):
+            places.setdefault((x.device, x.dtype), []).append(i)
+        return {
+            key: ([[each[i] for i in chosen] if each else [] for each in lists], chosen)
+            for key, chosen in places.items()
+        }
+
+
 def plan_of(optimizer: Optimizer) -> Any:
     """Return the plan of the mode that `collage` has given an optimizer, or None."""
     return optimizer.__dict__.get("_collage")
@@ -49,9 +83,17 @@ def _after_the_plan(initialize: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(initialize)
     def init_group(self: Optimizer, group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         plan = plan_of(self)
-        if plan is not None and not all(map(self.state.get, group["params"])):
-            plan.make_states(self, initialize, group, *args, **kwargs)
-        found = initialize(self, group, *args, **kwargs)
+        if (
+            plan is not None
+            and is_of_torch(initialize)
+            and all(map(self.state.get, group["params"]))
+        ):
+            with torch._C.DisableTorchFunctionSubclass():  # it reads attributes of each parameter
+                found = initialize(self, group, *args, **kwargs)
+        else:
+            if plan is not None:
+                plan.make_states(self, initialize, group, *args, **kwargs)
+            found = initialize(self, group, *args, **kwargs)
         if plan is not None and found:
             plan.after_initializing(self, group, found)
         return found
@@ -111,8 +153,68 @@ def _naming_what_helps(unscale: Callable[[], Any], given: dict[str, Any]) -> Any
             f"{error} Parameters in float16 formats have float16 gradients. Give "
             f"{type(optimizer).__name__} fused=True, whose step unscales them; or, to call "
             "scaler.unscale_(optimizer), have the gradients in bfloat16: p.grad_dtype = "
-            "torch.bfloat16 for each parameter"
+            "torch.bfloat16 for each parameter, with torch 2.10 or newer"
         ) from error
+
+
+_OF_CALL = ("capturable", "decoupled_weight_decay", "differentiable", "has_complex")
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
+
+
+@patch(
+    "torch.optim.adam._fused_adam",
+    why="PyTorch groups all tensors by device and dtype, and counts the step of each parameter in "
+    "a call of its own, which takes most of its time over small tensors.",
+    loss="fused steps of Adam and AdamW over thousands of small tensors take 1.2 times as long.",
+    takes=("state_steps", *_OF_CALL),
+)
+def _in_one_call(fused: Callable[..., None]) -> Callable[..., None]:
+    """Return the step of Adam; expansions on a CPU need no grouping, and are counted together."""
+
+    @functools.wraps(fused)
+    def take(*lists: list[Tensor], **options: Any) -> None:
+        if is_compiling() or not _are_on_cpu(lists) or _is_special(options):
+            fused(*lists, **options)
+            return
+        _count(lists[-1])
+        own = {name: options[name] for name in options.keys() - _OF_CALL}
+        step = torch._fused_adamw_ if options["decoupled_weight_decay"] else torch._fused_adam_
+        step(*lists, **own)
+
+    return take
+
+
+def _are_on_cpu(lists: Sequence[list[Tensor]]) -> bool:
+    """Whether the first list has expansions and the last their step counts, float32 on a CPU."""
+    parameters, steps = lists[0], lists[-1]
+    return (
+        set(map(type, parameters)) == {MCFTensor}
+        and not any(map(_has_rules, parameters))
+        and set(map(type, steps)) == {Tensor}
+        and facts_of(steps)[:2] == (torch.float32, -1)
+        and not any(map(Tensor.dim, steps))
+    )
+
+
+def _is_special(options: dict[str, Any]) -> bool:
+    """Whether there are settings on a device, or settings that the fused step refuses."""
+    return options["differentiable"] or any(isinstance(x, Tensor) for x in options.values())
+
+
+def _count(steps: list[Tensor]) -> None:
+    """Add one to each step count, by the fastest of PyTorch's steps over scalars."""
+    torch._fused_sgd_(
+        steps,
+        [_ONE] * len(steps),
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=-1.0,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    )
 
 
 # --------------------------------------------------------------------------------------- steps
@@ -129,9 +231,13 @@ def _away_from_compiler(function: Callable[..., Any], *args: Any, **kwargs: Any)
     return function(*args, **kwargs)
 
 
+def _may_be_traced() -> bool:
+    return torch.compiler.is_compiling() or _compiler() is not None
+
+
 def untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the result of a function, which compilers do not trace."""
-    if torch.compiler.is_compiling() or _compiler() is not None:
+    if _may_be_traced():
         return _away_from_compiler(function, *args, **kwargs)
     return function(*args, **kwargs)
 
@@ -156,7 +262,7 @@ def is_of_torch(step: Callable[..., Any]) -> bool:
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Return the parameters of all groups."""
-    return (p for group in optimizer.param_groups for p in group["params"])
+    return itertools.chain.from_iterable(map(_params, optimizer.param_groups))
 
 
 def named_parameters_of(optimizer: Optimizer) -> Iterator[tuple[str, tuple[int, int], Tensor]]:
@@ -186,7 +292,11 @@ CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers whose parameters were looked at since the latest conversion of a module."""
 
 WATCHING: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Handles that look at each optimizer before its step, and may raise: `OrderFree`."""
+"""Handles that look at each optimizer before its step, and may raise."""
+
+RELEASING: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Handles that take gradients in backward, and are told of parameters whose gradients are about to
+be clipped; they may raise."""
 
 
 def looked_at(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -287,7 +397,8 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if has_expansions(self):
-            return untraced(take, self, *args, **kwargs)
+            taking = _beside_handles(take) if _may_be_traced() else take
+            return untraced(taking, self, *args, **kwargs)
         if _sums_gradients(self):
             return untraced(asking, functools.partial(step, self, *args, **kwargs))
         return step(self, *args, **kwargs)
@@ -299,6 +410,20 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
         chosen._breaks_graphs = True  # type: ignore[attr-defined]
     # The function under two decorators stays the step without its graph break, to compile whole.
     return functools.update_wrapper(chosen, getattr(step, "__wrapped__", step))
+
+
+def _beside_handles(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step that handles look at before it, and that hosts are told of."""
+
+    def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        for handle in list(WATCHING):
+            handle.look_at(self)
+        result = step(self, *args, **kwargs)
+        for host in list(HOSTS):
+            host.after_optimizer(self)
+        return result
+
+    return take
 
 
 def _subclasses(cls: type[Optimizer]) -> Iterator[type[Optimizer]]:
@@ -324,14 +449,12 @@ def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if WATCHING:
-            for handle in list(WATCHING):
-                handle.look_at(self)
         if torch.compiler.is_compiling():
             return hooked(self, *args, **kwargs)
         outer = current_step()
         is_apart = outer is not None and outer.is_assigned
-        return (closure(watched) if is_apart else watched)(self, *args, **kwargs)
+        taking = closure(watched) if is_apart else watched
+        return _beside_handles(taking)(self, *args, **kwargs)
 
     functools.update_wrapper(step, hooked)
     step.__wrapped__ = hooked.__wrapped__  # type: ignore[attr-defined]  # as deep as torch's
@@ -450,7 +573,8 @@ def _asking_first(clip: Callable[[], None], given: dict[str, Any]) -> None:
     if not isinstance(given["parameters"], Tensor):
         given["parameters"] = list(given["parameters"])
     chosen = given["parameters"]
-    calls.before_clipping([chosen] if isinstance(chosen, Tensor) else chosen)
+    for handle in list(RELEASING):
+        handle.require_held([chosen] if isinstance(chosen, Tensor) else chosen)
     clip()
 
 
@@ -459,10 +583,10 @@ CLIPS = rows(
     "torch.nn.utils.clip_grads_with_norm_",
     "torch.nn.utils.clip_grad.clip_grad_value_",
     "torch.nn.utils.clip_grad_value_",
-    why="When gradients are released in backward, `clip_grad_norm_` and `clip_grad_value_` "
-    "find no gradients and clip nothing.",
+    why="When gradients are released in backward, or are on the host, `clip_grad_norm_` and "
+    "`clip_grad_value_` find no gradients and clip nothing.",
     loss="clip_grad_norm_ returns 0 and clips nothing when gradients are released; give "
-    "mcf.step_in_backward clip_by_previous_norm.",
+    "mcf.step_in_backward clip_by_previous_norm, and clip the parameters of mcf.host.weights.",
     when="mcf.step_in_backward(model, optimizer)",
     change=_asking_first,
     takes=("parameters",),

@@ -158,7 +158,8 @@ def _muon(
     **others: Any,
 ) -> None:
     torch._foreach_lerp_(buffers, grads, 1 - momentum)
-    updates = torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
+    pairs = zip(grads, buffers, strict=True)
+    updates = [g.lerp(x, momentum) for g, x in pairs] if nesterov else buffers
     updates = [update.bfloat16() for update in updates]  # as the iteration begins
     whole = division.to_owners(updates)
     if whole is not None:
@@ -212,8 +213,8 @@ def _gathered(gather: Callable[[], Tensor], given: dict[str, Any]) -> Tensor:
     optimizer = given["self"]
     if not _are_sharded(optimizer._params):
         return gather()
-    stand_ins = SimpleNamespace(_params=list(map(_whole_gradient, optimizer._params)))
-    given["self"] = stand_ins
+    stand_ins = {"_params": list(map(_whole_gradient, optimizer._params))}
+    given["self"] = SimpleNamespace(**vars(optimizer) | stand_ins)
     return gather()
 
 

@@ -46,7 +46,7 @@ class Patch:
     later than that; or a call, which may also make the change to its arguments alone."""
     before: str = ""
     """Why `import mcftensor` installs it before there is any expansion; empty in other rows."""
-    releases: str = "2.11 to 2.15"
+    releases: str = "2.9 to 2.15"
     """Releases of its package that were seen to have the name."""
     change: Callable[[Any], Any] | None = None
     """From what torch has to what takes its place; None of a change to single objects."""
@@ -159,8 +159,6 @@ class _Calls:
     """Looks at the states of an optimizer every few steps."""
     when_saved: Callable[[Any], None]
     """Looks at an optimizer over expansions when it gives its state dict."""
-    before_clipping: Callable[[list[Any]], None]
-    """Told of the parameters whose gradients are about to be clipped; it may raise."""
     norm_of_gradients: Callable[[list[Any]], Any]
     """The Euclidean norm of gradients, or None, which leaves it to torch."""
     around_reduction: Callable[[dict[str, Any]], None]

@@ -71,8 +71,8 @@ _CODE_BITS = 5
 _FIELDS = 64 - _CODE_BITS
 _SPECIAL = 2**_CODE_BITS - 1
 _LOWEST = -149  # the exponent of the smallest float32
-_SHIFTER = 1.5 * 2.0**52  # added to a number below 2^51, it leaves an integer
-_SHIFTER_BITS = 0x4338 << 48
+SHIFTER = 1.5 * 2.0**52  # added to a number below 2^51, it leaves an integer
+SHIFTER_BITS = 0x4338 << 48
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _sum(terms: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     exponent = _exponent_of(largest.to(torch.float64)).to(torch.int32)
     lowest = (_bin_of(exponent, layout) - layout.bins) * layout.width - 148
     scale = power_of_two(-lowest, torch.float64)
-    scaled = [(x.to(torch.float64) * scale + _SHIFTER) - _SHIFTER for x in terms]
+    scaled = [(x.to(torch.float64) * scale + SHIFTER) - SHIFTER for x in terms]
     total = functools.reduce(torch.add, scaled) * power_of_two(lowest, torch.float64)
     # The result for zeros, infinities and NaN. The factor keeps finite partial sums from overflow.
     plain = quiet(functools.reduce(torch.add, [x * 2.0**-24 for x in singles]))
@@ -251,19 +251,19 @@ def _slices(x: Tensor, power: Tensor, layout: Layout) -> Tensor:
     """The packed slices of a term under a code; 1 / q_(K-1) is two to a power."""
     scaled = _times_power(torch.nan_to_num(x, 0.0, 0.0, 0.0), power)
     width, field = layout.width, layout.field
-    total = _nearest_integer(scaled)
+    total = nearest_integer(scaled)
     for j in range(1, layout.bins):
-        coarse = _nearest_integer(scaled * 2.0 ** (-j * width))
+        coarse = nearest_integer(scaled * 2.0 ** (-j * width))
         total = total + (coarse << (j * field)) - (coarse << ((j - 1) * field + width))
     negative = torch.where(x == torch.inf, 0, 1 << field)
     positive = torch.where(x == -torch.inf, 0, 1)
     return torch.where(x.abs() < torch.inf, total, negative + positive)
 
 
-def _nearest_integer(x: Tensor) -> Tensor:
+def nearest_integer(x: Tensor) -> Tensor:
     """Round a float below 2^51 to an integer, ties to even."""
     if x.dtype == torch.float64:
-        return (x + _SHIFTER).view(torch.int64) - _SHIFTER_BITS
+        return (x + SHIFTER).view(torch.int64) - SHIFTER_BITS
     size = x.abs()
     size = torch.where(size < 2.0**23, (size + 2.0**23) - 2.0**23, size)
     return torch.copysign(size, x).to(torch.int64)

@@ -35,6 +35,7 @@ from mcftensor.reproducible.order_free_leaves import Leaves, most_kept
 from mcftensor.reproducible.order_free_norm import norm_of
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import local, placed_like
+from mcftensor.training.ddp_buckets import holds_fsdp1
 from mcftensor.training.gradient_hooks import (
     Handle,
     HandleHook,
@@ -554,7 +555,7 @@ def _check(model: nn.Module, names: dict[Tensor, str], microbatches: int) -> Non
             )
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     modules = list(model.modules())
-    if fsdp and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in modules):
+    if holds_fsdp1(model):
         raise ValueError(
             "order_free_gradients: FullyShardedDataParallel reduces gradients itself; shard with "
             "torch.distributed.fsdp.fully_shard"

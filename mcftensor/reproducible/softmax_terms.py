@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.rounding import round_to
+from mcftensor.reproducible.binned_sums import SHIFTER, SHIFTER_BITS, nearest_integer
 
 MOST_CLASSES = 2**24
 """Logits of a row."""
@@ -55,8 +56,6 @@ _POWERS = (
 )
 """The coefficients of the polynomial of 2^f."""
 
-_SHIFTER = 1.5 * 2.0**52  # added to a number below 2^51, it leaves an integer
-_SHIFTER_BITS = 0x4338 << 48
 _ROOT_BITS = 0x3FE6A09E667F3BCD  # of sqrt(1/2)
 
 
@@ -69,19 +68,19 @@ def exponential(d: Tensor, least: float, power: int = 0) -> Tensor:
     """2^power e^d, where d lies between `least` and 0; of others something finite."""
     d = torch.where((d >= least) & (d <= 0), d, least)
     t = d * math.log2(math.e)
-    shifted = t + _SHIFTER
-    f = t - (shifted - _SHIFTER)
+    shifted = t + SHIFTER
+    f = t - (shifted - SHIFTER)
     value = _POWERS[-1] * f
     for coefficient in _POWERS[-2:0:-1]:
         value = (value + coefficient) * f
     value = value + _POWERS[0]
-    scale = ((shifted.view(torch.int64) - _SHIFTER_BITS + (1023 + power)) << 52).view(torch.float64)
+    scale = ((shifted.view(torch.int64) - SHIFTER_BITS + (1023 + power)) << 52).view(torch.float64)
     return value * scale
 
 
 def counted(d: Tensor, places: int) -> Tensor:
     """e^d as a multiple of 2^-places: an integer."""
-    return (exponential(d, -64.0, places) + _SHIFTER).view(torch.int64) - _SHIFTER_BITS
+    return nearest_integer(exponential(d, -64.0, places))
 
 
 def natural_logarithm(x: Tensor) -> Tensor:

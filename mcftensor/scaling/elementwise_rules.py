@@ -147,18 +147,6 @@ homogeneous(
     placing="by size",
 )
 
-# Backward operators are proportional to their first operand, the gradient.
-homogeneous(
-    *(aten.native_dropout_backward, aten.elu_backward, aten.hardsigmoid_backward),
-    *(aten.hardswish_backward, aten.hardtanh_backward, aten.log_sigmoid_backward),
-    *(aten.mish_backward, aten.sigmoid_backward, aten.silu_backward, aten.softplus_backward),
-    aten.tanh_backward,
-)
-homogeneous(
-    *(aten.smooth_l1_loss_backward, aten.huber_loss_backward, aten.binary_cross_entropy_backward),
-    placing="by size",
-)
-
 
 @rule(aten.threshold_backward, aten.leaky_relu_backward, takes_operator=True)
 def _relu_backward(operator: Any, gradient: Any, x: Any, *how: Any) -> Unrounded:

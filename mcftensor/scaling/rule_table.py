@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from mcftensor.dispatch.foreach import ListCall
-from mcftensor.dispatch.operands import leaves
-from mcftensor.dispatch.registry import Handler, handler_of
+from mcftensor.dispatch.operands import is_float, leaves
+from mcftensor.dispatch.registry import TABLE, Handler, handler_of
 from mcftensor.scaling.exponents import Exponent
 from mcftensor.scaling.scaled import each_made_of, is_scaled
 from mcftensor.scaling.scaled_format import ScaledFormat, promoted
@@ -111,6 +111,27 @@ def homogeneous(
         return tuple(map(as_number, made)) if isinstance(made, tuple) else as_number(made)
 
 
+def handled_by(*handlers: Handler) -> list[Any]:
+    """Return the operators that expansions without scales carry out by some handlers."""
+    return [func for func, handler in TABLE.items() if handler in handlers]
+
+
+def _register_gradient(func: Any) -> None:
+    """Register the backward operator of an operator with a rule.
+
+    It is proportional to its first operand, the gradient.
+    """
+    first, *others = func._schema.arguments
+    name = func.overloadpacket.__name__
+    if name.endswith("_backward") and first.name.startswith("grad"):
+        forward = name.removesuffix("_backward")
+        packets = [getattr(aten, x, None) for x in (forward, f"{forward}_forward")]
+        overloads = [getattr(x, y) for x in packets if x is not None for y in x.overloads()]
+        if not RULES.keys().isdisjoint(overloads):
+            is_of_loss = any(x.name == "reduction" for x in others)
+            homogeneous(func, placing="by size" if is_of_loss else "by rule")
+
+
 @functools.lru_cache(maxsize=256)
 def _places_of_numbers(operator: Any) -> list[int]:
     names = ("self", "other", "src", "source", "min", "max")
@@ -121,8 +142,7 @@ def plain_operand(x: Any) -> Any:
     """Return an operand in float32; indices and masks unchanged."""
     if is_scaled(x):
         return number(x).plain()
-    is_float = isinstance(x, Tensor) and x.is_floating_point()
-    return x.to(torch.float32) if is_float else x
+    return x.to(torch.float32) if is_float(x) else x
 
 
 @contextlib.contextmanager
@@ -154,6 +174,8 @@ def follow_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 @functools.lru_cache(maxsize=4096)
 def _handler(func: Any) -> Handler:
     own: Handler | None = None
+    if func not in RULES and not func._schema.is_mutable:
+        _register_gradient(func)
     if func in RULES:
         own = functools.partial(_finished, RULES[func])
     elif "out" in func._overloadname.split("_"):

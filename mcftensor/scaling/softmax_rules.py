@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.scaling.exponents import is_free, times_power
-from mcftensor.scaling.rule_table import aten, homogeneous, plain_operand, rule
+from mcftensor.scaling.rule_table import aten, plain_operand, rule
 from mcftensor.scaling.scaled_numbers import Unrounded, number
 
 
@@ -57,9 +57,6 @@ def _log_softmax_backward(gradient: Any, result: Any, dim: int, dtype: torch.dty
 def _loss(func: Any, *args: Any) -> tuple[Unrounded, Tensor]:
     made, total = func(*map(plain_operand, args))
     return Unrounded(made, 0, "to fit" if made.dim() else "by size"), total
-
-
-homogeneous(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default, placing="by size")
 
 
 # --------------------------------------------------------------------------------------- attention

@@ -8,13 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.operands import refusal
-from mcftensor.dispatch.registry import TABLE
+from mcftensor.dispatch.default_handler import of_leading_term, of_zeros
 from mcftensor.formats.moving import move_component
 from mcftensor.kernels.columns import on_device
-from mcftensor.operators.structure import move_elements
+from mcftensor.operators.comparison import all_equal, by_rank, compare
+from mcftensor.operators.structure import (
+    filled_like,
+    item,
+    join,
+    layer,
+    like,
+    move_elements,
+    new,
+    new_filled,
+    view,
+    view_as_complex,
+)
 from mcftensor.scaling.exponents import ANY, times_any_power
-from mcftensor.scaling.rule_table import aten, homogeneous, rule
+from mcftensor.scaling.rule_table import aten, handled_by, homogeneous, rule
 from mcftensor.scaling.scaled import ScaledTensor, each_made_of, is_all, is_scaled, made_of
 from mcftensor.scaling.scaled_format import TOPS, ScaledFormat, of_dtype
 from mcftensor.scaling.scaled_numbers import (
@@ -31,11 +42,9 @@ from mcftensor.tensor.tensor import MCFTensor
 
 
 @rule(
-    *(func for func, handler in TABLE.items() if handler is move_elements),
-    aten._unsafe_view.default,  # flatten and reshape of non-contiguous tensors
+    *handled_by(move_elements, layer, view),
     aten.view_as_real_copy.default,
     aten.lift_fresh.default,  # torch.tensor and checkpoints
-    *(aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.im2col.default),
     takes_operator=True,
 )
 def _moved(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
@@ -44,9 +53,7 @@ def _moved(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     return each_made_of([move_component(func, y, args, kwargs) for y in data], s.clone(), x._format)
 
 
-@rule(aten.view_as_complex.default)
-def _as_complex(x: ScaledTensor) -> Any:
-    raise refusal(aten.view_as_complex.default, [x], "its result is complex")
+rule(*handled_by(view_as_complex), takes_operator=True)(view_as_complex)
 
 
 @rule(aten.constant_pad_nd, keeps_tails=True)
@@ -122,11 +129,7 @@ def encoded(x: Tensor, format: ScaledFormat) -> ScaledTensor:
 # ---------------------------------------------------------------------------------------- making
 
 
-@rule(
-    *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like),
-    *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided),
-    takes_operator=True,
-)
+@rule(*handled_by(like, new, filled_like, new_filled), takes_operator=True)
 def _made(
     func: Any, x: ScaledTensor, *args: Any, dtype: torch.dtype | None = None, **how: Any
 ) -> Any:
@@ -179,10 +182,10 @@ def _drawn(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Tensor:
 # --------------------------------------------------------------------- concatenation and selection
 
 
-@rule(aten.cat, aten.stack, keeps_tails=True, takes_operator=True)
-def _joined(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Unrounded:
+@rule(*handled_by(join), keeps_tails=True, takes_operator=True)
+def _joined(func: Any, tensors: Sequence[Tensor], *how: Any) -> Unrounded:
     s, numbers = aligned(tensors)
-    return Unrounded(func([x.at(s) for x in numbers], dim), s)
+    return Unrounded(func([x.at(s) for x in numbers], *how), s)
 
 
 rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, keeps_tails=True)(where_of)
@@ -244,35 +247,27 @@ homogeneous(aten.embedding_dense_backward, placing="by size")
 # ----------------------------------------------------------------------- comparisons and queries
 
 
-@rule(aten.is_pinned)
-def _is_pinned(x: ScaledTensor, *args: Any) -> bool:
-    return x._component0.is_pinned()
+# The order of numbers does not depend on the scale. The next rule replaces that of argmax.
+homogeneous(*handled_by(by_rank))
 
 
 @rule(
-    *(
-        getattr(packet, name)
-        for packet in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
-        for name in ("Scalar", "Tensor")
-    ),
-    aten._local_scalar_dense.default,
-    aten.equal.default,
-    aten.isnan.default,
-    aten.isinf.default,
+    *handled_by(compare, all_equal, item, of_leading_term, of_zeros),
     aten.isfinite.default,
-    aten.isposinf.default,
-    aten.isneginf.default,
     aten.argmax.default,  # accuracy
     aten.argmin.default,
     aten.argsort.default,
-    aten.signbit.default,
     aten.is_nonzero.default,
-    aten.nonzero.default,
     takes_operator=True,
 )
 def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply an operator without floating results to the numbers in float64."""
     return func(*(x._collapsed() if is_scaled(x) else x for x in args), **kwargs)
+
+
+@rule(aten.is_pinned)  # which has no answer for collapsed numbers
+def _is_pinned(x: ScaledTensor, *args: Any) -> bool:
+    return x._component0.is_pinned()
 
 
 @rule(aten.allclose)

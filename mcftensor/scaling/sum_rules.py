@@ -4,7 +4,7 @@ Unit scaling takes numbers for independent: the sum of n numbers has √n times 
 K products are divided by √K, rounded down to a power of two, which the exponent gains. Data is
 multiplied in float32, and the product is rounded to data once. If the data of the factors is below
 A and B, the product's is below A · B · √(2K): float16 overflows only where A · B · √(2K) is above
-65,504. Reductions by order, such as max, act on the data and keep the scale.
+65,504.
 """
 
 from __future__ import annotations
@@ -127,25 +127,13 @@ def _spread(func: Any, gradient: Any, x: Any, *how: Any, **also: Any) -> Unround
 
 
 # Means of neighbours and sums of a few numbers keep the scale.
-_UPSAMPLES = (
-    *("nearest1d", "nearest2d", "nearest3d", "linear1d"),
-    *("bilinear2d", "bicubic2d", "trilinear3d"),
-)
 homogeneous(
-    *(aten.unfold_backward.default, aten.col2im.default),
-    *(getattr(aten, f"upsample_{name}").default for name in _UPSAMPLES),
-    *(getattr(aten, f"upsample_{name}_backward").default for name in _UPSAMPLES),
+    *(aten.unfold_backward.default, aten.col2im.default, aten.upsample_linear1d.default),
+    *(aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default),
+    aten.upsample_trilinear3d.default,
 )
 
-# ----------------------------------------------------------------------- order, spread and norms
-
-homogeneous(
-    *(aten.max.dim, aten.min.dim, aten.median.dim, aten.max.default, aten.min.default),
-    *(aten.median.default, aten.amax, aten.amin, aten.topk.default, aten.kthvalue.default),
-    *(aten.sort.default, aten.sort.stable, aten.cummax.default, aten.cummin.default),
-    *(aten.max_pool2d_with_indices, aten.adaptive_max_pool2d),
-    *(aten.max_pool2d_with_indices_backward, aten.adaptive_max_pool2d_backward),
-)
+# ----------------------------------------------------------------------------- spread and norms
 
 
 @rule(

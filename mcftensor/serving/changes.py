@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcftensor.kernels import cpu
 from mcftensor.kernels.cpp import GRAIN
-from mcftensor.kernels.execute import OnDemand
+from mcftensor.kernels.cpu import OnDemand
 from mcftensor.kernels.program import PATTERNS
 
 WIDTHS = (1, 2, 4, 8, 16)

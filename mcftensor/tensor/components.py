@@ -42,15 +42,10 @@ def require_computing(format: Format) -> None:
 
 
 _without_function: Any = torch._C._disabled_torch_function_impl
+_calls_functions = torch._C._is_torch_function_enabled
 _GRAD: Any = torch.Tensor.grad
 _get_grad = _GRAD.__get__
 _SETS_UNTRACED = torch.__version__ >= "2.14"  # its compiler fails to set a descriptor written in C
-
-
-@torch._disable_dynamo
-def _untraced_grad(x: Tensor) -> Tensor | None:
-    found: Tensor | None = _get_grad(x)
-    return found
 
 
 @torch._disable_dynamo
@@ -315,10 +310,10 @@ class ComponentTensor(torch.Tensor):
 
         In-place changes of that expansion reach the plain gradient, rounded.
         """
-        if is_compiling():  # reading it in a graph would call this property again
-            return _untraced_grad(self)
         # Optimizers read it often, and torch's own getter would go through __torch_function__.
-        found: Tensor | None = _without_function(_get_grad, (), (self,))
+        found: Tensor | None = (
+            _without_function(_get_grad, (), (self,)) if _calls_functions() else _get_grad(self)
+        )
         step = current_step()
         if step is None or found is None:
             return found
@@ -340,7 +335,7 @@ class ComponentTensor(torch.Tensor):
                 step.gradients[id(self)] = plain, value
                 value = plain
         elif step is None and type(value) is type(self):
-            wanted = self.grad_dtype
+            wanted = getattr(self, "grad_dtype", self.dtype)  # torch 2.9 has no such attribute
             if wanted not in (None, value._format.dtype):
                 value = value._collapsed(wanted)  # as of zeros_like(p)
         with torch._C.DisableTorchFunctionSubclass():
@@ -352,6 +347,14 @@ class ComponentTensor(torch.Tensor):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+
+# Compiled code reads gradients as it runs, and compilers before torch 2.11 would trace the getter.
+_skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
+torch._C._dynamo.eval_frame.set_code_exec_strategy(
+    ComponentTensor.grad.fget.__code__,  # type: ignore[attr-defined]
+    torch._C._dynamo.eval_frame._FrameExecStrategy(_skip, _skip),
+)
 
 
 def _rounded_gradient(read: Tensor, format: Format) -> Tensor:

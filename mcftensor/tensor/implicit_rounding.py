@@ -274,10 +274,6 @@ def is_moved(x: Tensor) -> bool:
     return _is_noted(_moved, x)
 
 
-def _is_of_leading(x: Tensor) -> bool:
-    return _is_noted(_of_leading, x)
-
-
 def _note(noted: dict[int, StorageWeakRef], x: Tensor) -> None:
     memory = StorageWeakRef(x.untyped_storage())
     noted[memory.cdata] = memory
@@ -356,7 +352,7 @@ def updating(operation: Any, target: Any, source: Tensor) -> None:
     if not is_bare([source, target._component0]):
         return
     frame: FrameType | None
-    if is_of_leading := _is_of_leading(source):
+    if is_of_leading := _is_noted(_of_leading, source):
         frame = _outside()  # a load says nothing of this rounding
     else:
         if target.shape != source.shape:

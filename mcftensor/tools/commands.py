@@ -1,9 +1,10 @@
-"""The commands `audit`, `memory` and `selfcheck`."""
+"""The commands `audit`, `doctor`, `memory` and `selfcheck`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from functools import partial
 
@@ -13,7 +14,7 @@ from mcftensor.checkpoint.saving import size_in_bytes
 from mcftensor.formats import named
 from mcftensor.options import say
 from mcftensor.tensor import text_tables
-from mcftensor.tools import device_report, memory_fit
+from mcftensor.tools import device_report, doctor, memory_fit
 from mcftensor.tools.auditing import Audit, audit
 from mcftensor.tools.memory_summary import MakeOptimizer, estimate
 
@@ -67,6 +68,17 @@ def screen(found: Audit, *, moving: bool) -> str:
     return "\n".join([*(line for line in lines if line), "", found.summary() + equal])
 
 
+def run_doctor(options: argparse.Namespace) -> int:
+    """Run a script, and say what its updates lose."""
+    report, status = doctor.examine(
+        options.program, options.arguments, is_module=options.is_module, steps=options.steps
+    )
+    rank = os.environ.get("RANK")  # of a launcher, to which a status of 1 is a failure
+    if rank in (None, "0"):
+        say(report)
+    return status if rank is None or status == 2 else 0
+
+
 def run_memory(options: argparse.Namespace) -> int:
     """Say what a model takes in training, and whether that fits."""
     model = memory_fit.model_of(options.sources)
@@ -80,16 +92,21 @@ def run_memory(options: argparse.Namespace) -> int:
             )
     if options.mode:
         name = options.format or ("bf16i8" if options.mode.startswith("compact") else None)
-        found = estimate(model, options.mode, format=name and named(name), optimizer=optimizer)
-        shown, least, what = str(found), found.total, f"mode {options.mode}"
+        format = name and named(name)
+        found = estimate(
+            model, options.mode, format=format, optimizer=optimizer, on_host=options.host
+        )
+        least = found.total if found.device_bytes is None else found.device_bytes
+        shown, what = str(found), f"mode {options.mode}"
     else:
-        ways = list(memory_fit.strategies(model, optimizer))
-        shown, least = memory_fit.fits(ways, size), min(x.total for x in ways)
+        ways = list(memory_fit.strategies(model, optimizer, on_host=options.host))
+        shown, least = memory_fit.fits(ways, size), min(x.on_device for x in ways)
         what = "the smallest"
     count = sum(p.numel() for p in model.parameters())
     verdict = "fits into" if least <= size else "does not fit into"
     say(
-        f"{count:,} parameters, {options.optimizer}, without activations\n{shown}\n"
+        f"{count:,} parameters, {options.optimizer}, without activations"
+        f"{', weights on the host' if options.host else ''}\n{shown}\n"
         f"{what} {verdict} the {text_tables.size(size)} {owner}"
     )
     return int(least > size)

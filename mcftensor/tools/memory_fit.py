@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,11 +36,18 @@ class Strategy(NamedTuple):
     """Bytes of weights, with master weights and buffers among them, of gradients, of states."""
     trained: int
     """Number of elements."""
+    device: int | None = None
+    """Bytes on the device, where the weights are on the host."""
 
     @property
     def total(self) -> int:
         """Bytes of all."""
         return sum(self.sizes)
+
+    @property
+    def on_device(self) -> int:
+        """Bytes on the device."""
+        return self.total if self.device is None else self.device
 
 
 # A format, a mode, and whether gradients are released.
@@ -56,34 +63,46 @@ _WAYS: Mapping[str, tuple[Format | None, str, bool]] = {
 }
 
 
-def strategies(model: nn.Module, optimizer: MakeOptimizer = AdamW) -> Iterator[Strategy]:
-    """Yield the memory of a model in each mode, with float32 master weights, and in plain bf16."""
+def strategies(
+    model: nn.Module, optimizer: MakeOptimizer = AdamW, *, on_host: bool = False
+) -> Iterator[Strategy]:
+    """Yield the memory of a model in each mode, with float32 master weights, and in plain bf16; or
+    of each mode with the weights on the host.
+    """
 
     def strategy(name: str, found: Summary, masters: int, gradients: int) -> Strategy:
         weights = masters + found.bytes_of("parameters") + found.bytes_of("buffers")
-        return Strategy(name, (weights, gradients, found.bytes_of("states")), found.trained)
+        sizes = weights, gradients, found.bytes_of("states")
+        return Strategy(name, sizes, found.trained, found.device_bytes)
 
-    for name, dtype in (("float32 master weights", torch.float32), ("plain bf16", bf16x2.dtype)):
+    plain_ways = (("float32 master weights", torch.float32), ("plain bf16", bf16x2.dtype))
+    for name, dtype in () if on_host else plain_ways:
         plain = without_data(model).to(dtype)
         found = summary(plain, optimizer(plain.parameters()))
         beside = 2 * found.trained  # bf16: weights in addition to master weights, and gradients
         yield strategy(name, found, beside if dtype == torch.float32 else 0, beside)
     for name, (format, mode, released) in _WAYS.items():
-        found = estimate(model, mode, format=format, optimizer=optimizer, released=released)
+        found = estimate(
+            model, mode, format=format, optimizer=optimizer, released=released, on_host=on_host
+        )
         yield strategy(name, found, 0, found.bytes_of("gradients"))
 
 
-def fits(found: Iterable[Strategy], room: int) -> str:
-    """Return a table of strategies as text; its last column says which fit into so many bytes."""
+def fits(found: Sequence[Strategy], room: int) -> str:
+    """Return a table of strategies as text; its last column says which fit into so many bytes of
+    the device.
+    """
+    beside = [] if found[0].device is None else ["device"]
+    total = "on the host" if beside else "in all"
     rows: list[tuple[str, ...]] = [
-        ("", "weights", "gradients", "states", "bytes a parameter", "in all", "fits")
+        ("", "weights", "gradients", "states", "bytes a parameter", total, *beside, "fits")
     ]
     for x in found:
         each = f"{x.total / max(x.trained, 1):.2f}"
-        fits = "yes" if x.total <= room else "no"
-        rows.append(
-            (x.name, *map(text_tables.size, x.sizes), each, text_tables.size(x.total), fits)
-        )
+        fits = "yes" if x.on_device <= room else "no"
+        sizes = [text_tables.size(size) for size in (*x.sizes, x.total)]
+        device = [text_tables.size(x.on_device)] if beside else []
+        rows.append((x.name, *sizes[:3], each, sizes[3], *device, fits))
     return text_tables.as_text(rows)
 
 

@@ -5,6 +5,7 @@ the prediction for a model before anything is allocated.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -73,6 +74,8 @@ class Summary:
         optimizer: name of its class, or None without one.
         mode: what `collage` was given, `"by name"` for a dict, or None.
         unpredicted: why states that are not there yet are left out, or None.
+        device_bytes: bytes of the model on the device, where its weights are on the host
+            (`mcf.host.weights`); None where all is in one memory.
     """
 
     held: tuple[TensorMemory, ...]
@@ -81,6 +84,7 @@ class Summary:
     optimizer: str | None
     mode: str | None
     unpredicted: str | None
+    device_bytes: int | None = None
 
     def bytes_of(self, kind: Kind | None = None, name: str | None = None) -> int:
         """Return the bytes of a kind, or of all; of one parameter or buffer, or of all."""
@@ -96,6 +100,13 @@ class Summary:
     def bytes_per_parameter(self) -> float:
         """Bytes of the parameters that require grad, their gradients and states, an element."""
         return sum(x.bytes for x in self.held if x.trained) / max(self.trained, 1)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Bytes of trained parameters, gradients and states on the host; None in one memory."""
+        if self.device_bytes is None:
+            return None
+        return sum(x.bytes for x in self.held if x.trained)
 
     @property
     def master_weights(self) -> int:
@@ -123,6 +134,8 @@ class Summary:
             "optimizer": self.optimizer,
             "mode": self.mode,
             "unpredicted": self.unpredicted,
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
             "kinds": {
                 kind: {"bytes": self.bytes_of(kind), "formats": self.by_format(kind)}
                 for kind in KINDS
@@ -196,6 +209,11 @@ class Summary:
             f"{self.bytes_per_parameter:.2f} bytes a parameter; with float32 master weights and "
             f"AdamW they are {MASTER_WEIGHTS}"
         )
+        if self.device_bytes is not None and self.host_bytes is not None:
+            yield (
+                f"on the host {text_tables.size(self.host_bytes)}; on the device "
+                f"{text_tables.size(self.device_bytes)}, and some gradients at a time"
+            )
         if self.released:
             yield "gradients are released: a bucket of them is there at a time"
         for known, words in (
@@ -218,8 +236,9 @@ def summary(
     same formats, options and Collage mode. Activations are not counted.
 
     Args:
-        model: a module, converted by `as_expansion` if it is to be. Of sharded parameters, what
-            this rank has of them is counted. Tied parameters are counted once.
+        model: a module, converted by `as_expansion` if it is to be, or `mcf.host.weights` of it. Of
+            sharded parameters, what this rank has of them is counted. Tied parameters are counted
+            once.
         optimizer: its optimizer. Its parameters that are not of the model are counted too.
         released: whether parameters step in backward, so that no gradients are held; by default,
             whether `step_in_backward` has been called.
@@ -288,6 +307,7 @@ def summary(
         type(optimizer).__name__ if optimizer else None,
         mode_of(optimizer) if optimizer else None,
         reason,
+        getattr(model, "device_bytes", None),
     )
 
 
@@ -334,6 +354,7 @@ def estimate(
     lr: float | None = None,
     optimizer: MakeOptimizer = AdamW,
     released: bool = False,
+    on_host: bool = False,
 ) -> Summary:
     """Return the memory that a model would need in training, with an optimizer.
 
@@ -348,6 +369,8 @@ def estimate(
         lr: as in `as_expansion`; it has no effect on meta weights, whose size is unknown.
         optimizer: a class, or a function of the parameters that makes an optimizer.
         released: whether `step_in_backward` is used, so that gradients take no memory.
+        on_host: whether the weights are on the host (`mcf.host.weights`), and the device has their
+            leading terms.
 
     Returns:
         The table of `summary`, all of it predicted.
@@ -364,6 +387,9 @@ def estimate(
         Summary(12.00 GiB, 12.00 bytes a parameter)
         >>> mcf.meters.estimate(model, "compact", format=mcf.bf16i8, released=True)
         Summary(5.06 GiB, 5.06 bytes a parameter)
+        >>> found = mcf.meters.estimate(model, "compact", format=mcf.bf16i8, on_host=True)
+        >>> found.device_bytes / found.trained
+        2.0
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"estimate: got {type(model).__name__}; give a module")
@@ -372,7 +398,11 @@ def estimate(
     made = optimizer(model.parameters())
     if mode is not None:
         collage(made, mode)
-    return summary(model, made, released=released)
+    found = summary(model, made, released=released)
+    if not on_host:
+        return found
+    computing = [x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers())]
+    return dataclasses.replace(found, device_bytes=sum(computing))
 
 
 def _by_size(model: nn.Module, lr: float | None) -> dict[str, Format]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +10,7 @@ from mcftensor.dispatch.operands import value_of
 from mcftensor.formats import Format, require_format
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import local, on_local
+from mcftensor.training.ddp_buckets import holds_fsdp1
 from mcftensor.training.gradient_hooks import GradientHook, Handle, trained
 
 
@@ -80,8 +79,7 @@ def accumulate_gradients(module: nn.Module, format: Format | str | None = None) 
         raise TypeError(f"accumulate_gradients: got {type(module).__name__}; give a module")
     if format is not None:
         format = require_format(format, "accumulate_gradients")
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in module.modules()):
+    if holds_fsdp1(module):
         raise TypeError(
             "accumulate_gradients: FullyShardedDataParallel keeps gradients in memory of its own, "
             "where they cannot be expansions; shard with torch.distributed.fsdp.fully_shard"

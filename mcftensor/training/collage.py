@@ -385,7 +385,7 @@ def _trial_names(optimizer: Optimizer) -> set[str]:
     dummy = torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
     dummy.grad = torch.ones(2, 2, device="cpu")
     names: set[str] = set()
-    # LBFGS wants a closure, SparseAdam sparse gradients, Adagrad of torch 2.11 its states.
+    # LBFGS wants a closure, SparseAdam sparse gradients, Adagrad before torch 2.12 its states.
     with contextlib.suppress(CannotShadow, LookupError, RuntimeError, TypeError), trying():
         for g in range(len(optimizer.param_groups)):
             trial = trial_of(optimizer, {g: [dummy]})

@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mcftensor.training.gradient_hooks import at_end_of_backward
 
+OF_DDP = (
+    "call it with the DistributedDataParallel itself, after that is made around the model: it "
+    "reduces gradients after the hooks of parameters"
+)
 
-def require_known_gradients(model: DistributedDataParallel) -> None:
-    """Raise ValueError if a bucket may hold zeros in the place of gradients that are not there."""
+
+def holds_fsdp1(model: nn.Module) -> bool:
+    """Whether FullyShardedDataParallel has a part of a model, and keeps gradients to itself."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(
+        isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()
+    )
+
+
+def require_own_gradients(where: str, model: nn.Module) -> None:
+    """Raise ValueError if gradients are not those of single parameters when their hooks run.
+
+    FullyShardedDataParallel keeps them to itself; a DistributedDataParallel within the model
+    reduces them later; and its buckets may hold zeros for gradients that are not there.
+    """
+    if holds_fsdp1(model):
+        raise ValueError(
+            f"{where}: FullyShardedDataParallel keeps gradients in memory of its own; shard with "
+            "torch.distributed.fsdp.fully_shard"
+        )
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) and module is not model:
+            raise ValueError(f"{where}: {OF_DDP}")
     for option in ("find_unused_parameters", "static_graph"):
-        if getattr(model, option):
+        if isinstance(model, DistributedDataParallel) and getattr(model, option):
             raise ValueError(
-                f"step_in_backward: DistributedDataParallel has {option}=True, and its buckets do "
-                "not say which parameters have gradients; leave that out, or shard the model with "
+                f"{where}: DistributedDataParallel has {option}=True, and its buckets do not say "
+                "which parameters have gradients; leave that out, or shard the model with "
                 "torch.distributed.fsdp.fully_shard, over a mesh that replicates if need be"
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -98,6 +99,37 @@ def assigned(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+class _Thread(threading.local):
+    ends: dict[Callable[[], None], None] | None = None
+
+
+_thread = _Thread()
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass is through that is running."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    if _thread.ends is None:
+        torch.autograd.Variable._execution_engine.queue_callback(function)
+    else:
+        _thread.ends[function] = None
+
+
+def is_beside_backward() -> bool:
+    """Whether this thread works on gradients that backward has passed on, while it goes on."""
+    return _thread.ends is not None
+
+
+@contextlib.contextmanager
+def beside_backward(ends: dict[Callable[[], None], None]) -> Iterator[None]:
+    """Return a context in a thread beside that of backward, which keeps what is for its end."""
+    _thread.ends = ends
+    try:
+        yield
+    finally:
+        _thread.ends = None
+
+
+def call_hooks(p: Tensor) -> None:
+    """Call the hooks of a parameter to whose gradient has been added, as autograd does."""
+    for hook in list((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(p)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
+from mcftensor.patches.objects import HOSTS
 from mcftensor.training.shadow import options_of, plain_step, trial_of, trying
 
 
@@ -29,6 +30,8 @@ def step_alone(optimizer: Optimizer, chosen: Mapping[int, Sequence[Tensor]]) -> 
     finally:
         optimizer.param_groups = groups
         vars(optimizer).update(hooks)
+        for host in list(HOSTS):
+            host.after_step(p for ps in chosen.values() for p in ps)
 
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -16,10 +14,10 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from mcftensor.checkpoint.checkpoint_error import some
-from mcftensor.patches.optimizers import CLIPS
-from mcftensor.patches.table import calls, install_once
+from mcftensor.patches.optimizers import CLIPS, RELEASING
+from mcftensor.patches.table import install_once
 from mcftensor.tensor.components import local
-from mcftensor.training.ddp_buckets import pass_on_reduced, require_known_gradients
+from mcftensor.training.ddp_buckets import OF_DDP, pass_on_reduced, require_own_gradients
 from mcftensor.training.gradient_hooks import (
     Handle,
     HandleHook,
@@ -31,8 +29,6 @@ from mcftensor.training.gradient_hooks import (
 from mcftensor.training.separability import step_alone, why_inseparable
 from mcftensor.training.shadow import require_single
 from mcftensor.training.step_warnings import warn_of_plain_parameters
-
-_handles: weakref.WeakSet[StepInBackward] = weakref.WeakSet()
 
 
 class StepInBackwardError(RuntimeError):
@@ -106,7 +102,7 @@ class StepInBackward(Handle):
         """Let backward leave gradients to `optimizer.step()`, as ever."""
         super().remove()
         self._undo.close()
-        _handles.discard(self)
+        RELEASING.discard(self)
 
     def no_step(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backward sums gradients without steps, as usual.
@@ -260,6 +256,18 @@ class StepInBackward(Handle):
             self.failed,
         )
 
+    def require_held(self, parameters: list[Tensor]) -> None:
+        """Raise RuntimeError where gradients that are to be clipped have been released."""
+        gone = {*self._stepped, *self._failed, *self._norms}
+        names = [self._names[p] for p in parameters if p.grad is None and p in gone]
+        if names:
+            raise RuntimeError(
+                f"clip_grad_norm_ or clip_grad_value_: the gradients of {some(names)} were "
+                "released in backward, and there is nothing left to clip. Give the norm to "
+                "step_in_backward, as clip_by_previous_norm or clip_value, or to the handle's "
+                "measure_norm(max_norm), and leave out this call"
+            )
+
     # --------------------------------------------------------------------------------- iterations
 
     def attach_to(self, model: nn.Module) -> None:
@@ -277,10 +285,10 @@ class StepInBackward(Handle):
             self._undo.callback(handle.remove)
         # GradScaler gives its scale to optimizers that say so, which _before_step can see.
         self._undo.enter_context(assigned(optimizer, "_step_supports_amp_scaling", True))
-        refusal = RefusesDDP(f"step_in_backward: {_OF_DDP}")
+        refusal = RefusesDDP(f"step_in_backward: {OF_DDP}")
         for module in model.modules():
             self._undo.enter_context(assigned(module, "_ddp_params_and_buffers_to_ignore", refusal))
-        _handles.add(self)
+        RELEASING.add(self)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if getattr(optimizer, "grad_scale", None) is not None:
@@ -385,7 +393,7 @@ def step_in_backward(
             f"step_in_backward: this {name} has no parameter of "
             f"{type(model).__name__} that requires grad; make it after the model is sharded"
         )
-    for other in _handles:
+    for other in _handles():
         if other._optimizer is optimizer or not other._names.keys().isdisjoint(names):
             raise ValueError(
                 "step_in_backward: this model or optimizer has a handle; remove() that one first"
@@ -397,49 +405,20 @@ def step_in_backward(
     return handle
 
 
+def _handles() -> list[StepInBackward]:
+    return [handle for handle in RELEASING if isinstance(handle, StepInBackward)]
+
+
 def are_released(parameters: Iterable[Tensor]) -> bool:
     """Whether some of these parameters step in backward."""
     chosen = set(parameters)
-    return any(not chosen.isdisjoint(handle._names) for handle in _handles)
-
-
-def _require_held(parameters: list[Tensor]) -> None:
-    """Raise RuntimeError where gradients that are to be clipped have been released."""
-    for handle in list(_handles):
-        gone = {*handle._stepped, *handle._failed, *handle._norms}
-        names = [handle._names[p] for p in parameters if p.grad is None and p in gone]
-        if names:
-            raise RuntimeError(
-                "clip_grad_norm_ or clip_grad_value_: the gradients of "
-                f"{some(names)} were released in backward, "
-                "and there is nothing left to clip. Give the norm to step_in_backward, as "
-                "clip_by_previous_norm or clip_value, or to the handle's measure_norm(max_norm), "
-                "and leave out this call"
-            )
-
-
-calls.before_clipping = _require_held
-
-_OF_DDP = (
-    "call it with the DistributedDataParallel itself, after that is made around the model: it "
-    "reduces gradients after the hooks of parameters"
-)
+    return any(not chosen.isdisjoint(handle._names) for handle in _handles())
 
 
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"step_in_backward: got {type(model).__name__}; give a module")
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            if module is not model:
-                raise ValueError(f"step_in_backward: {_OF_DDP}")
-            require_known_gradients(module)
-        if fsdp and isinstance(module, fsdp.FullyShardedDataParallel):
-            raise ValueError(
-                "step_in_backward: FullyShardedDataParallel keeps gradients in memory of its own; "
-                "shard with torch.distributed.fsdp.fully_shard"
-            )
+    require_own_gradients("step_in_backward", model)
 
 
 def _groups_of(optimizer: Optimizer) -> dict[Tensor, int]:

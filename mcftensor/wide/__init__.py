@@ -4,9 +4,8 @@ from mcftensor.wide.beyond_float64 import SPACED as SPACED
 from mcftensor.wide.beyond_float64 import by_algorithm as by_algorithm
 from mcftensor.wide.beyond_float64 import in_float32_terms as in_float32_terms
 from mcftensor.wide.composed_functions import COMPOSED as COMPOSED
-from mcftensor.wide.corrections import are_corrected as are_corrected
+from mcftensor.wide.corrections import correction_of as correction_of
 from mcftensor.wide.corrections import from_all_terms as from_all_terms
 from mcftensor.wide.corrections import in_longer_format as in_longer_format
-from mcftensor.wide.corrections import is_elementwise as is_elementwise
 from mcftensor.wide.exact_derivatives import OWN as OWN
 from mcftensor.wide.functions import FUNCTIONS as FUNCTIONS

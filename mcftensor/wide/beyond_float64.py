@@ -267,21 +267,36 @@ SPACED: dict[str, Callable[..., Tensor]] = {"arange": _arange, "linspace": _lins
 
 # --------------------------------------------------------------------------------- all by name
 
-ALGORITHMS: dict[str, Callable[..., Any]] = {
-    "sum": _sum,  # x.sum, gradients of what broadcasts
-    "prod": functools.partial(_reduce, torch.mul, 1.0),  # x.prod
-    "mean": _mean,  # x.mean
-    "cumsum": functools.partial(_scan, torch.add),  # x.cumsum
-    "cumprod": functools.partial(_scan, torch.mul),  # x.cumprod
+MOMENTS: dict[str, Callable[..., Any]] = {
+    "var_mean": var_mean,  # torch.var_mean
+    "std_mean": std_mean,  # torch.std_mean
+    "var": lambda *args, **options: var_mean(*args, **options)[0],  # x.var
+    "std": lambda *args, **options: std_mean(*args, **options)[0],  # x.std
+}
+SPREADS = MOMENTS | decompositions.SPREADS
+"""Variances, and norms of rows or channels."""
+
+DIFFERENCES: dict[str, Callable[..., Any]] = {
+    "mean": _mean,  # x.mean, gradients of x.var, torch.cov
     "logcumsumexp": functools.partial(_scan, torch.logaddexp),  # x.logcumsumexp
     "_cdist_forward": _cdist,  # torch.cdist
     "_pdist_forward": _pdist,  # F.pdist
     "_cdist_backward": _cdist_backward,  # gradients of torch.cdist
     "_pdist_backward": _pdist_backward,  # gradients of F.pdist
-    "var_mean": var_mean,  # torch.var_mean
-    "std_mean": std_mean,  # torch.std_mean
-    "var": lambda *args, **options: var_mean(*args, **options)[0],  # x.var
-    "std": lambda *args, **options: std_mean(*args, **options)[0],  # x.std
+    "allclose": lambda *args, **kwargs: bool(torch.isclose(*args, **kwargs).all()),  # x.allclose
+    **decompositions.DIFFERENCES,  # F.mse_loss
+    **elementary.DIFFERENCES,  # x.log_softmax
+}
+"""Other functions of differences of elements."""
+
+ALGORITHMS: dict[str, Callable[..., Any]] = {
+    **elementary.ALGORITHMS,  # torch.exp
+    **SPREADS,
+    **DIFFERENCES,
+    "sum": _sum,  # x.sum, gradients of what broadcasts
+    "prod": functools.partial(_reduce, torch.mul, 1.0),  # x.prod
+    "cumsum": functools.partial(_scan, torch.add),  # x.cumsum
+    "cumprod": functools.partial(_scan, torch.mul),  # x.cumprod
     "linalg_vector_norm": _norm,  # x.norm, clip_grad_norm_
     "norm": lambda x, p=2, *others: _norm(x, 2 if p is None else p, *others),  # torch.norm
     "mm": products.mm,  # x @ y
@@ -324,10 +339,8 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "_linalg_svd": linear_algebra.svd,  # torch.linalg.svd, svdvals, cond
     "linalg_pinv": linear_algebra.pinv,  # torch.linalg.pinv
     "linalg_matrix_exp": linear_algebra.matrix_exp,  # torch.linalg.matrix_exp
-    "allclose": lambda *args, **kwargs: bool(torch.isclose(*args, **kwargs).all()),  # x.allclose
     **scattering.ALGORITHMS,  # x.index_add, gradients of F.max_pool2d
-    **decompositions.ALGORITHMS,  # nn.LayerNorm, F.mse_loss
-    **elementary.ALGORITHMS,  # torch.exp, x.softmax
+    **decompositions.ALGORITHMS,  # activations of nn
     **random_numbers.ALGORITHMS,  # x.normal_, nn.init
 }
 """Algorithms by the names of aten operators."""

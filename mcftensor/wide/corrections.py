@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.operands import expansions, leaves, mapped, named_arguments
+from mcftensor.dispatch.operands import expansions, is_float, leaves, mapped, named_arguments
 from mcftensor.dispatch.rounded_arguments import WidenedArguments, are_rests, places_of_rests
 from mcftensor.dispatch.system import WIDE, evaluated
 from mcftensor.formats import Format
 from mcftensor.kernels.without_float64 import widest
 from mcftensor.passes.format_conversion import rest_of
 from mcftensor.tensor import MCFTensor
-from mcftensor.wide.beyond_float64 import by_algorithm
+from mcftensor.wide.beyond_float64 import DIFFERENCES, SPREADS, by_algorithm
 from mcftensor.wide.elementary import nearest_value
 
 aten = torch.ops.aten
@@ -43,82 +43,39 @@ _INSENSITIVE = {
 """Functions with |x f'(x)| <= |f(x)|: an argument rounded to float64 changes them by 2^-53 of their
 size at most."""
 
-_UNTAGGED = {
-    aten.elu_backward,
-    aten.floor_divide,
-    aten.hardshrink_backward,
-    aten.hardsigmoid_backward,
-    aten.hardswish,
-    aten.hardswish_backward,
-    aten.hardtanh_backward,
-    aten.leaky_relu_backward,
-    aten.mish_backward,
-    aten.softplus_backward,
-    aten.softshrink_backward,
-}
-"""Elementwise functions that PyTorch does not tag as pointwise."""
+_UNTAGGED = {aten.floor_divide, aten.hardswish}
+"""Elementwise functions that PyTorch does not tag as pointwise, other than gradients."""
 
 
-_OF_SPREADS = {
-    aten.var.correction,  # x.var
-    aten.std.correction,  # x.std
-    aten.var_mean.correction,  # torch.var_mean
-    aten.std_mean.correction,  # torch.std_mean
-    aten.native_layer_norm.default,  # F.layer_norm
-    aten.native_layer_norm_backward.default,  # its gradients
-    aten.native_group_norm.default,  # F.group_norm
-    aten.native_group_norm_backward.default,  # its gradients
-    aten.native_batch_norm.default,  # F.batch_norm, F.instance_norm
-    aten.native_batch_norm_backward.default,  # their gradients
-    aten.batch_norm_backward.default,  # of the norms of torch.export
-    aten.cudnn_batch_norm_backward.default,  # on a GPU
-    aten.miopen_batch_norm_backward.default,  # on one of AMD
-}
-"""Variances, and norms of rows or channels."""
-
-_OF_DIFFERENCES = {
-    aten._softmax.default,  # x.softmax
-    aten._log_softmax.default,  # x.log_softmax, F.cross_entropy
-    aten.logsumexp.default,  # x.logsumexp
-    aten.logcumsumexp.default,  # x.logcumsumexp
-    aten.mean.default,  # x.mean(), gradients of x.var
-    aten.mean.dim,  # x.mean(0), torch.cov
-    aten.multi_margin_loss.default,  # F.multi_margin_loss
-    aten.multi_margin_loss_backward.default,  # its gradients
-    aten.multilabel_margin_loss_forward.default,  # F.multilabel_margin_loss
-    aten.multilabel_margin_loss_backward.default,  # its gradients
-    aten.mse_loss.default,  # F.mse_loss
-    aten.mse_loss_backward.default,  # its gradients
-    aten.huber_loss.default,  # F.huber_loss
-    aten.huber_loss_backward.default,  # its gradients
-    aten.smooth_l1_loss.default,  # F.smooth_l1_loss
-    aten.smooth_l1_loss_backward.default,  # its gradients
-    aten.binary_cross_entropy.default,  # F.binary_cross_entropy
-    aten.binary_cross_entropy_backward.default,  # its gradients
-    aten.dist.default,  # torch.dist
-    aten._cdist_forward.default,  # torch.cdist
-    aten._cdist_backward.default,  # its gradients
-    aten._pdist_forward.default,  # F.pdist
-    aten._pdist_backward.default,  # its gradients
-    aten.allclose.default,  # torch.allclose
-}
-"""Other functions of differences of elements."""
+Correction = Literal["elements", "differences", "spread"]
 
 
 @functools.lru_cache(maxsize=4096)
-def are_corrected(func: Any) -> bool:
-    """Return whether results of an operation are corrected."""
-    return func in _OF_DIFFERENCES or func in _OF_SPREADS or is_elementwise(func)
+def correction_of(func: Any) -> Correction | None:
+    """Return how results of an operation are corrected.
+
+    None for results that a rounded argument does not change.
+    """
+    if func is None:
+        return None
+    packet = func.overloadpacket
+    if func.namespace == "aten" and packet.__name__ in SPREADS:
+        return "spread"
+    if func.namespace == "aten" and packet.__name__ in DIFFERENCES:
+        return "differences"
+    is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+    return None if is_drawn or packet in _INSENSITIVE or not _is_pointwise(func) else "elements"
 
 
-def is_elementwise(func: Any) -> bool:
-    """Return whether an operation is an elementwise function that a rounded argument changes."""
-    return (
-        func is not None
-        and func.overloadpacket not in _INSENSITIVE
-        and (torch.Tag.pointwise in func.tags or func.overloadpacket in _UNTAGGED)
-        and torch.Tag.nondeterministic_seeded not in func.tags
-    )
+def _is_pointwise(func: Any) -> bool:
+    """Return whether an operation is elementwise: PyTorch does not tag all gradients."""
+    if torch.Tag.pointwise in func.tags or func.overloadpacket in _UNTAGGED:
+        return True
+    name = func.overloadpacket.__name__
+    if func.namespace != "aten" or not name.endswith("_backward"):
+        return False
+    forward: Any = getattr(aten, name.removesuffix("_backward"), None)
+    return hasattr(forward, "default") and _is_pointwise(forward.default)
 
 
 def from_all_terms(numbers: WidenedArguments, result: Any) -> Any:
@@ -128,12 +85,12 @@ def from_all_terms(numbers: WidenedArguments, result: Any) -> Any:
     results of functions of differences may be expansions.
     """
     func, args, kwargs = numbers.call
-    is_spread = func in _OF_SPREADS
-    if not is_spread and func not in _OF_DIFFERENCES:
+    correction = correction_of(func)
+    if correction == "elements":
         return _of_elements(numbers, result)
     if are_rests(numbers.rests.values()):
         return by_algorithm(func, longer_format((args, kwargs)), *args, **kwargs)
-    if is_spread and all(x.numel() for x in numbers.of.values()):
+    if correction == "spread" and all(x.numel() for x in numbers.of.values()):
         return _below_largest(func, numbers)
     return result
 
@@ -149,13 +106,9 @@ def in_longer_format(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     format = longer_format((args, kwargs))
 
     def enter(x: Any) -> Any:
-        return nearest_value(x, format) if _is_float(x) else x
+        return nearest_value(x, format) if is_float(x) else x
 
     return func(*mapped(enter, args), **mapped(enter, kwargs))
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _below_largest(func: Any, numbers: WidenedArguments) -> Any:
@@ -165,7 +118,7 @@ def _below_largest(func: Any, numbers: WidenedArguments) -> Any:
     that does not train is evaluated on the differences from the running means.
     """
     given = mapped(
-        lambda x: numbers.enter(x) if _is_float(x) else x, named_arguments(func, *numbers.call[1:])
+        lambda x: numbers.enter(x) if is_float(x) else x, named_arguments(func, *numbers.call[1:])
     )
     name = "self" if "self" in given else "input"
     x = rows = given[name]

@@ -80,24 +80,32 @@ def _by_name(*functions: Any) -> dict[str, Callable[..., Any]]:
     return {func.overloadpacket.__name__: _decomposed(func) for func in functions}
 
 
-ALGORITHMS = _by_name(
+SPREADS = _by_name(
     aten.native_layer_norm.default,  # nn.LayerNorm
     aten.native_group_norm.default,  # nn.GroupNorm
     aten.native_batch_norm.default,  # nn.BatchNorm2d, nn.InstanceNorm2d
-    aten._native_batch_norm_legit.no_stats,
-    aten._native_batch_norm_legit_functional.default,
-    aten._safe_softmax.default,  # F.scaled_dot_product_attention
+)
+"""Norms of rows or channels; as all tables here, by the names of aten operators."""
+
+DIFFERENCES = _by_name(
+    aten._softmax.default,  # x.softmax
     aten.dist.default,  # torch.dist
     aten.mse_loss.default,  # losses of nn
     aten.smooth_l1_loss.default,
     aten.huber_loss.default,
     aten.binary_cross_entropy.default,
-    aten.nll_loss_forward.default,
+)
+"""Functions of differences of elements."""
+
+ALGORITHMS = _by_name(
+    aten._native_batch_norm_legit.no_stats,  # nn.BatchNorm2d in compiled code
+    aten._native_batch_norm_legit_functional.default,
+    aten._safe_softmax.default,  # F.scaled_dot_product_attention
+    aten.nll_loss_forward.default,  # losses of nn
     aten.nll_loss_backward.default,
     aten.nll_loss2d_forward.default,
     aten.nll_loss2d_backward.default,
     aten.relu.default,  # activations of nn
-    aten._softmax.default,
     aten.native_dropout_backward.default,
     aten.sigmoid_backward.default,
     aten.silu_backward.default,
@@ -138,7 +146,6 @@ ALGORITHMS = _by_name(
     aten.index_add.default,  # x.index_add, gradients of x.index_select
     aten.unfold_backward.default,  # gradients of x.unfold
 )
-"""Decompositions by the names of aten operators."""
 
 
 # ------------------------------------------------------------------------------------- losses
@@ -291,18 +298,16 @@ def _col2im(x: Tensor, *args: Any) -> Tensor:
     return found
 
 
-ALGORITHMS |= {
-    "gelu_backward": gradient_of(_gelu),  # of F.gelu
-    "mish_backward": gradient_of(_mish),  # of F.mish
+DIFFERENCES |= {
     "mse_loss_backward": gradient_of(aten.mse_loss.default),  # gradients of F.mse_loss
     "smooth_l1_loss_backward": gradient_of(aten.smooth_l1_loss.default),  # of F.smooth_l1_loss
     "huber_loss_backward": gradient_of(aten.huber_loss.default),  # of F.huber_loss
-    "soft_margin_loss": in_longer(_soft_margin_loss),  # F.soft_margin_loss
-    "soft_margin_loss_backward": gradient_of(_soft_margin_loss),  # of F.soft_margin_loss
     "multi_margin_loss": in_longer(_multi_margin_loss),  # F.multi_margin_loss
     "multi_margin_loss_backward": gradient_of(_multi_margin_loss),  # its gradients
     "multilabel_margin_loss_forward": in_longer(_multilabel_margin_loss),
     "multilabel_margin_loss_backward": gradient_of(lambda *x: _multilabel_margin_loss(*x)[0]),
+}
+SPREADS |= {
     "native_batch_norm_backward": _batch_norm_backward,  # nn.BatchNorm2d, nn.InstanceNorm2d
     "batch_norm_backward": lambda *args: _batch_norm_backward(*args[:-1]),  # of torch.export
     **dict.fromkeys(
@@ -313,6 +318,12 @@ ALGORITHMS |= {
     ),  # on GPUs
     "native_layer_norm_backward": _layer_norm_backward,  # nn.LayerNorm
     "native_group_norm_backward": _group_norm_backward,  # nn.GroupNorm
+}
+ALGORITHMS |= {
+    "gelu_backward": gradient_of(_gelu),  # of F.gelu
+    "mish_backward": gradient_of(_mish),  # of F.mish
+    "soft_margin_loss": in_longer(_soft_margin_loss),  # F.soft_margin_loss
+    "soft_margin_loss_backward": gradient_of(_soft_margin_loss),  # of F.soft_margin_loss
     "embedding_renorm": _embedding_renorm,  # nn.Embedding(max_norm=...)
     "col2im": _col2im,  # F.fold, gradients of F.unfold
 }

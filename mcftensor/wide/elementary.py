@@ -19,22 +19,16 @@ from torch import Tensor
 from mcftensor.arithmetic import special_functions
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.dispatch.operands import expansions, mapped, stored_in, value_of
+from mcftensor.dispatch.system import SHARPER
 from mcftensor.formats import Format
 from mcftensor.operators.own_functions import by_formula
-from mcftensor.passes.operators import FUNCTIONS, Number, Operator
+from mcftensor.passes.operators import Number
 from mcftensor.tensor import MCFTensor
 from mcftensor.wide import exact_constants as exact
+from mcftensor.wide.functions import FUNCTIONS
 
 ConstantOfBits = exact.Constant | Callable[[int], Fraction]
 """A constant, or a function that returns it with a number of bits."""
-
-
-def _function(row: Operator) -> Callable[..., MCFTensor]:
-    def function(*operands: Any) -> MCFTensor:
-        operation, found = row.formula(*operands)
-        return by_formula(operation, *found)
-
-    return function
 
 
 def _pow(x: Any, exponent: Any) -> Tensor:
@@ -253,12 +247,19 @@ def _mvlgamma(x: Tensor, p: int) -> Tensor:
     return torch.lgamma(x.unsqueeze(-1) + halves).sum(-1) + rest
 
 
-ALGORITHMS: dict[str, Callable[..., Any]] = {
-    **{name: _function(row) for name, row in FUNCTIONS.items()},  # x.exp, torch.atan2
-    "pow": _pow,  # x ** 0.3
-    "_log_softmax": in_longer(special_functions.log_softmax),  # x.log_softmax
+DIFFERENCES: dict[str, Callable[..., Any]] = {
+    "_log_softmax": in_longer(special_functions.log_softmax),  # x.log_softmax, F.cross_entropy
     "logsumexp": in_longer(special_functions.logsumexp),  # x.logsumexp
-    "logaddexp2": in_longer(special_functions.logaddexp2),  # torch.logaddexp2
+    # Gradients of F.binary_cross_entropy.
+    "binary_cross_entropy_backward": _binary_cross_entropy_backward,
+}
+"""Functions of differences of elements."""
+
+ALGORITHMS: dict[str, Callable[..., Any]] = {
+    **{name: functools.partial(by_formula, name) for name in FUNCTIONS},  # x.exp, torch.atan2
+    **{x.__name__: in_longer(function) for x, function in SHARPER.items()},  # torch.logit
+    **DIFFERENCES,
+    "pow": _pow,  # x ** 0.3
     "gelu": _gelu,  # F.gelu
     "polygamma": _polygamma,  # gradients of torch.digamma
     "polygamma_": lambda x, n: _polygamma(n, x),  # x.polygamma_
@@ -268,25 +269,16 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
         ("softshrink_backward", "hardshrink_backward"),
         lambda grad, x, limit: torch.where(x.abs() > limit, grad, torch.zeros_like(grad)),
     ),  # gradients of F.softshrink and F.hardshrink
-    "binary_cross_entropy_with_logits": in_longer(
-        special_functions.binary_cross_entropy_with_logits
-    ),  # F.binary_cross_entropy_with_logits
-    "logit": in_longer(special_functions.logit),  # torch.logit
-    "sinc": in_longer(special_functions.sinc),  # torch.sinc
     "special_spherical_bessel_j0": _spherical_bessel_j0,  # torch.special.spherical_bessel_j0
     "erfinv": _erfinv,  # torch.erfinv
-    "binary_cross_entropy_backward": _binary_cross_entropy_backward,  # its gradients
     "xlogy": _times_logarithm(torch.log),  # torch.xlogy
     "special_xlog1py": _times_logarithm(torch.log1p),  # torch.special.xlog1py
     "deg2rad": _degrees_to_radians,  # torch.deg2rad
     "rad2deg": _radians_to_degrees,  # torch.rad2deg
     "mvlgamma": _mvlgamma,  # torch.mvlgamma
-    # Gradients of the functions of these names.
-    "hardsigmoid_backward": in_longer(special_functions.hardsigmoid_backward),
     # PyTorch decomposes it into a difference of products, which cancels.
     "_softmax_backward_data": in_longer(
         lambda grad, y, dim, dtype: y * (grad - (grad * y).sum(dim, keepdim=True))
     ),
-    "_log_softmax_backward_data": in_longer(special_functions.log_softmax_backward),
 }
 """Algorithms by the names of aten operators."""

@@ -232,10 +232,8 @@ def _spread(
         dim, unbiased = None, dim
     if unbiased is not None:
         correction = int(unbiased)
-    moments = beyond_float64.std_mean if "std" in name else beyond_float64.var_mean
-    dim = axis if dim is None else dim
-    moment, mean = moments(x, dim, correction=correction, keepdim=keepdim or keepdims)
-    return (moment, mean) if "mean" in name else moment
+    dim, keepdim = axis if dim is None else dim, keepdim or keepdims
+    return beyond_float64.MOMENTS[name](x, dim, correction=correction, keepdim=keepdim)
 
 
 def _lp_pool(
@@ -302,7 +300,7 @@ _WITHOUT_CONSTANTS: dict[Callable[..., Any], Callable[..., Any]] = {
     **{pool: functools.partial(_lp_pool, pool) for pool in (F.lp_pool1d, F.lp_pool2d, F.lp_pool3d)},
     **{
         function: functools.partial(_spread, name)
-        for name in ("var", "std", "var_mean", "std_mean")
+        for name in beyond_float64.MOMENTS
         for function in functions(name)
     },
     F.cross_entropy: _cross_entropy,

@@ -14,6 +14,7 @@ block. Singular vectors are eigenvectors of A^T A, which is exact enough in twic
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -190,9 +191,21 @@ def solve_ex(a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = Fa
         b = b.unsqueeze(-1)
     if not left:
         x, _, pivots, info = _of_regular(_solve, a.mT, b.mT)
-        return x.mT, a, pivots, info
+        return x.mT, _as_solved(a), pivots, info
     x, _, pivots, info = _of_regular(_solve, a, b)
-    return x.squeeze(-1) if is_vector else x, a, pivots, info
+    return x.squeeze(-1) if is_vector else x, _as_solved(a), pivots, info
+
+
+def _as_solved(a: Tensor) -> Tensor:
+    """Return the matrix whose factors PyTorch's gradients of solutions expect."""
+    return _as_factored(a) if _solves_by_transposes() else a
+
+
+@functools.cache
+def _solves_by_transposes() -> bool:
+    """Return whether PyTorch factors the transposes of contiguous matrices, as before 2.11."""
+    a = torch.tensor([[2.0, 1.0], [0.0, 2.0]], device="cpu")
+    return bool(torch.ops.aten._linalg_solve_ex(a, a)[1][1, 0])
 
 
 def inv_ex(a: Tensor, *, check_errors: bool = False) -> Any:

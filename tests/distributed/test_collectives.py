@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import mcftensor as mcf
 from support.helpers import STORED, assert_same_terms, exact, sample
 from support.ranks import on_ranks
+from support.releases import MEANS_OF_SHARDS
 
 BLOCKS = [mcf.mxfp8, mcf.ue5m3, mcf.ue5m3.nearest, mcf.e3m0, mcf.ue4m0]
 FORMATS = [
@@ -97,10 +98,19 @@ def test_sums_and_norms_of_distributed_tensors_have_the_precision_of_the_format(
     assert_same_terms(sharded.full_tensor(), x)
     assert_same_terms(sharded.redistribute(mesh, [Shard(1)]).full_tensor(), x)
     assert_same_terms(distribute_tensor(x, mesh, [Replicate()]).to_local(), x)
-    for function in (torch.sum, torch.mean, torch.linalg.vector_norm, lambda x: x.sum(dim=0)):
+    for function in (torch.sum, torch.linalg.vector_norm, lambda x: x.sum(dim=0)):
         found, wanted = function(sharded).full_tensor(), function(exact(x))
         assert found.format == mcf.bf16x3
         torch.testing.assert_close(exact(found), wanted, rtol=2e-6, atol=2e-6)
+
+
+@MEANS_OF_SHARDS
+@on_ranks(2)
+def test_means_of_shards_of_unlike_sizes():
+    x = sample(mcf.bf16x3, 5, 3)
+    found = distribute_tensor(x, init_device_mesh("cpu", (2,)), [Shard(0)]).mean().full_tensor()
+    assert found.format == mcf.bf16x3
+    torch.testing.assert_close(exact(found), exact(x).mean(), rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("format", BLOCKS, ids=lambda f: f.name)

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +67,23 @@ def test_no_compiler(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert_one_warning_and_right_results(monkeypatch, "CXX")
+
+
+def test_a_system_that_tells_of_its_processor_by_python_alone(monkeypatch, tmp_path):
+    """As Windows, which has neither /proc nor `os.uname`."""
+    read = Path.read_text
+
+    def read_text(path, *options, **named):
+        if path.parts[1:2] == ("proc",):
+            raise FileNotFoundError(path)
+        return read(path, *options, **named)
+
+    monkeypatch.delattr(os, "uname")
+    monkeypatch.setattr(Path, "read_text", read_text)
+    for known in (cpu._processor, cpu.vector_bytes):
+        monkeypatch.setattr(cpu, known.__name__, known.__wrapped__)
+    test_no_compiler(monkeypatch, tmp_path)
+    assert cpu.vector_bytes() == 16
 
 
 def test_a_compiler_that_fails(monkeypatch, tmp_path):
@@ -147,7 +165,7 @@ def test_work_that_adds_up_is_compiled(length, monkeypatch, tmp_path):
     execute.kernel_of.cache_clear()
     operands = [operand(mcf.bf16x2, length) for _ in range(2)]
     kernels = made(monkeypatch)
-    steps = -(-execute.BUILD_AFTER // (length + execute.OF_A_CALL))
+    steps = -(-cpu.BUILD_AFTER // (length + execute.OF_A_CALL))
     for step in range(1, steps + 2):
         run(expression("add", mcf.bf16x2), *operands)
         (kernel,) = kernels

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import mcftensor as mcf
 from support.metering import Stepper, bits, gradients, make, with_gradient
+from support.releases import GRAD_DTYPE
 
 pytestmark = pytest.mark.usefixtures("one_by_one")
 
@@ -376,6 +377,7 @@ def test_not_a_number_stays_where_it_is():
     assert edq.last["lost"] == 1
 
 
+@GRAD_DTYPE
 def test_gradients_of_another_dtype():
     p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     p.grad_dtype = torch.float32

@@ -21,20 +21,22 @@ BUDGETS = {
     "bridge": 1285,
     "checkpoint": 2880,
     "dispatch": 4400,
+    "export": 1230,
     "formats": 2230,
-    "kernels": 4360,
+    "host": 690,
+    "kernels": 4590,
     "meters": 1430,
     "operators": 2280,
     "passes": 2350,
-    "patches": 1990,
+    "patches": 2190,
     "reproducible": 3100,
-    "scaling": 2674,
+    "scaling": 2660,
     "serving": 1110,
     "sums": 400,
     "tensor": 3300,
-    "tools": 1970,
+    "tools": 2352,
     "training": 2965,
-    "wide": 5320,
+    "wide": 5280,
 }
 """Lines of a folder. Whoever exceeds one makes another part shorter, or says why in a commit."""
 
@@ -43,7 +45,7 @@ AXES = {
     "is_bare|is_compiling|is_transformed": 26,
     r"_role\b|common_role": 21,
     r"\.shared\b|is_shared": 32,
-    "is_scaled|ScaledFormat|format.rules": 22,
+    "is_scaled|ScaledFormat|format.rules": 21,
     "TapedTensor": 5,
 }
 """Questions about one axis, and how many files ask them. Each belongs to one stage, so a number may

@@ -19,7 +19,7 @@ FORMATS = (
     "bf16i16 bf16i8 bf16x2 bf16x3 e4m3i16 e4m3i8 fp16i16 fp16i8 fp16x2 fp32x2 fp32x3 fp64x2 "
     "mxfp8 ue5m3 e3m0 ue4m0"
 )
-MODULES = "checkpoint eft errors exact expansion formats functional meters networks scaling"
+MODULES = "checkpoint eft errors exact expansion formats functional host meters networks scaling"
 
 
 def test_these_names_are_public():

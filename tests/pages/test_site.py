@@ -6,10 +6,7 @@ import dataclasses
 import itertools
 import json
 import operator
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +14,6 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from filelock import FileLock
 
 import mcftensor as mcf
 from mcftensor.patches.table import TABLE
@@ -150,27 +146,6 @@ PLAY = """(async () => {
         unread: document.body.innerText.includes("[object"),
     };
 })()"""
-
-
-@pytest.fixture(scope="session")
-def site(tmp_path_factory) -> Path:
-    """The folder of the built site, which all workers share."""
-    root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "site"
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            build(folder)
-    return folder
-
-
-def build(folder: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "WARNING" not in done.stderr
 
 
 def pages(site: Path) -> list[str]:

@@ -12,7 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import mcftensor as mcf
 from common.oracle import BASES, round_fraction
-from mcftensor.kernels import cpu, digit_sums, execute
+from mcftensor.kernels import cpu, digit_sums
 from mcftensor.sums.accumulators import accumulate_all
 from mcftensor.sums.correct_rounding import (
     norm_as_float,
@@ -37,7 +37,7 @@ def way(request):
         elif cpu.find() is None:
             pytest.skip("needs a C++ compiler")
         else:
-            assert digit_sums.COMPILED.get(execute.BUILD_AFTER) is not None
+            assert digit_sums.COMPILED.get(cpu.BUILD_AFTER) is not None
         yield request.param
 
 

@@ -467,6 +467,46 @@ def test_exponents_that_nobody_looks_at(monkeypatch):
         assert torch.equal(x.components[0], y.components[0])
 
 
+BY_ROW = {
+    "mode": lambda x: x.mode(-1).values,
+    "nanmedian": lambda x: x.nanmedian(-1).values,
+    "aminmax": lambda x: torch.cat(x.aminmax(dim=0)),
+    "unique": torch.unique_consecutive,
+    "max_pool3d": lambda x: F.max_pool3d(x.view(1, 4, 2, 2, 2), 2),
+    "block_diag": lambda x: torch.block_diag(x[:2], x[2:]),
+    "reflection": lambda x: F.pad(x, (2, 3), mode="reflect"),
+    "unpool": lambda x: F.max_unpool2d(
+        *F.max_pool2d(x.view(1, 4, 4, 2), 2, return_indices=True), 2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+@FEW
+@given(s=EXPONENTS)
+def test_operators_follow_the_rows_of_expansions(name, s):
+    """Order and places do not depend on the scale; neither do their gradients."""
+    x = normal(4, 8, exponent=s).requires_grad_()
+    wide = exact(x.detach()).requires_grad_()
+    made, expected = BY_ROW[name](x), BY_ROW[name](wide)
+    assert torch.equal(exact(made), expected)
+    if name != "unique":
+        g = normal(*made.shape, exponent=-s)
+        (found,) = torch.autograd.grad(made, x, g)
+        (right,) = torch.autograd.grad(expected, wide, exact(g))
+        assert_near(found, right, 2.0**-9 * right.abs().amax())
+
+
+def test_questions_about_zeros_and_specials():
+    x = at(torch.tensor([[0.0, 1.0, -0.0], [torch.inf, torch.nan, -2.0]]).half(), 100)
+    for ask in (torch.any, torch.all, torch.count_nonzero, torch.logical_not, torch.isnan):
+        assert torch.equal(ask(x), ask(exact(x)))
+    for ask in (torch.isinf, torch.isfinite, torch.signbit, torch.nonzero, torch.isneginf):
+        assert torch.equal(ask(x), ask(exact(x)))
+    assert torch.equal(torch.logical_xor(x, x[:1]), torch.logical_xor(exact(x), exact(x[:1])))
+    assert not x.is_pinned()
+
+
 def test_what_has_no_rule_says_what_to_do():
     x = normal(3, 4, exponent=7)
     with pytest.raises(NotImplementedError) as raised:

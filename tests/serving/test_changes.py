@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcftensor.kernels import cpu, execute
+from mcftensor.kernels import cpu
 from mcftensor.serving import changes
 from mcftensor.serving.changes import bits_for
 
@@ -16,7 +16,7 @@ def way(request, monkeypatch):
     elif cpu.find() is None:
         pytest.skip("no compiler")
     else:
-        assert changes.COMPILED.get(execute.BUILD_AFTER) is not None
+        assert changes.COMPILED.get(cpu.BUILD_AFTER) is not None
 
 
 def codes_of(x):

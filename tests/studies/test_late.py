@@ -128,8 +128,6 @@ def test_tables_and_the_picture_are_made_of_records(run, tmp_path, monkeypatch):
     (change, *later) = records["main-bf16-meter-0"]["result"]["changes"]
     share = tables.share(records["main-bf16-meter-0"])
     assert change["share"] * 0.9 <= share < 1, later
-    assert len(tables.late_errors().splitlines()) == 2 + 6
-    assert len(tables.late_over_steps().splitlines()) == 2 + 5
     assert all("<circle" in picture for picture in late_tails.draw())
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import mcftensor as mcf
 from mcftensor import kernels
 from mcftensor.formats import PLAIN
-from mcftensor.kernels import Body, Columns, cuda, eager, execute
+from mcftensor.kernels import Body, Columns, cpu, cuda, eager, execute
 from mcftensor.kernels.program import Program
 from mcftensor.passes import expansion
 from mcftensor.passes.expressions import Expression, Operand, carry_out, empty
@@ -64,8 +64,8 @@ def way(name: str, *, is_tried: bool = False) -> Iterator[list[Program]]:
     with pytest.MonkeyPatch.context() as patch:
         fresh = functools.lru_cache(maxsize=1024)(execute.kernel_of.__wrapped__)
         patch.setattr(execute, "kernel_of", fresh)
-        patch.setattr(execute, "LOOK_AFTER", after)
-        patch.setattr(execute, "BUILD_AFTER", after)
+        patch.setattr(cpu, "LOOK_AFTER", after)
+        patch.setattr(cpu, "BUILD_AFTER", after)
         if name != "eager":
             patch.setattr(eager, "run", _must_not_run)
         if name in ("triton", "rounding"):
@@ -84,6 +84,14 @@ def way(name: str, *, is_tried: bool = False) -> Iterator[list[Program]]:
             patch.setenv("TRITON_INTERPRET", "1")
             # Triton's own functions are not interpreted where it was imported before.
             tl = import_module("triton.language")
+            if not hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 leaves its changes
+                base = tl.core.tensor_descriptor_base
+                for owner in (tl, tl.core, tl.math, tl.tensor, tl.dtype, base):
+                    for name_, found in list(vars(owner).items()):
+                        if callable(found):
+                            patch.setattr(owner, name_, found)
+                for name_ in ("__bool__", "__index__"):
+                    patch.setattr(tl.tensor, name_, None, raising=False)
             for name_, combine in (("sum", "_sum_combine"), ("min", "_elementwise_min")):
                 patch.setattr(
                     tl, name_, functools.partial(_reduced, tl, getattr(tl.standard, combine))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor.kernels import execute
+from mcftensor.kernels import cpu
 from support.helpers import a_step, assert_same_terms, sample
 
 FORMATS = {
@@ -265,8 +265,8 @@ def test_steps_in_several_formats_draw_in_the_order_of_parameters(path):
 
 def test_one_transposed_tensor_among_many(monkeypatch):
     """Kernels are asked for what is laid out alike; facts are found some hundred at a time."""
-    monkeypatch.setattr(execute, "LOOK_AFTER", 0)
-    monkeypatch.setattr(execute, "BUILD_AFTER", 0)
+    monkeypatch.setattr(cpu, "LOOK_AFTER", 0)
+    monkeypatch.setattr(cpu, "BUILD_AFTER", 0)
     x = [sample(mcf.bf16x2, 3, 2).t(), *(sample(mcf.bf16x2, 2, 3, seed=i) for i in range(1, 300))]
     y = [sample(mcf.bf16x2, 2, 3, seed=1000 + i) for i in range(300)]
     for found, a, b in zip(torch._foreach_mul(x, y), x, y, strict=True):

@@ -106,14 +106,21 @@ def rounded(x):
 
 
 def assert_averages(expanded, wide, args):
-    """Averages of one batch reach its statistics; of momentum 0.1, plain bf16 stops at 2^-5."""
+    """Averages of one batch reach its statistics; of momentum 0.1, plain bf16 stops at 2^-5.
+
+    The error is relative to the magnitudes of the means that InstanceNorm rounds, and then adds.
+    """
+    sizes, (x,) = copy.deepcopy(wide), map(in_float64, args)
+    if isinstance(wide, nn.modules.instancenorm._InstanceNorm):
+        x = x * x.mean(tuple(range(1 - wide._get_no_batch_dim(), 0)), keepdim=True).sign()
     with torch.no_grad():
         for _ in range(30):
-            expanded(*args), wide(*map(in_float64, args))
+            expanded(*args), wide(*map(in_float64, args)), sizes(x)
     for name, exact in wide.named_buffers():
         if "running" in name:
             found = mcf.as_plain(expanded.get_buffer(name), torch.float64)
-            torch.testing.assert_close(found, exact, rtol=2.0**-7, atol=0, msg=name)
+            bound = 2.0**-7 * sizes.get_buffer(name).abs()
+            assert ((found - exact).abs() <= bound).all(), name
 
 
 def assert_nearer(expanded, plain, gradients, optimizer):

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import mcftensor as mcf
 from support.helpers import assert_same_bits
+from support.releases import GRAD_DTYPE
 
 KIND = (torch.Tensor, torch.float16)  # of gradients
 PATHS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -44,7 +45,9 @@ def test_what_lies_beyond_is_named_and_nothing_is_converted():
 
 
 @pytest.mark.thinned(of=6)
-@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "kind", [torch.float16, pytest.param(torch.bfloat16, marks=GRAD_DTYPE)], ids=str
+)
 @pytest.mark.parametrize("path", ["for-loop", "foreach"])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RAdam])
 def test_the_bits_of_float32_in_the_range_of_float16(make, path, kind):
@@ -102,7 +105,7 @@ def test_the_weight_that_trains_is_the_weight_that_serves(format, mode):
 def small_gradients(weights, scale=1e-5, steps=1, optimizer=None):
     for _ in range(steps):
         for p in weights:
-            p.grad = torch.full(p.shape, scale, dtype=p.grad_dtype or p.dtype)
+            p.grad = torch.full(p.shape, scale, dtype=p.dtype)
         optimizer.step()
 
 

@@ -20,6 +20,7 @@ from mcftensor.kernels.without_float64 import has_float64, widest
 from mcftensor.tensor import GradientTensor, MCFTensor
 from support import writing
 from support.helpers import assert_same_terms, exact, sample
+from support.releases import COMPILED_ATTRIBUTES, COMPILED_SETS, GRAD_DTYPE, LDEXP
 
 
 class Calling(Optimizer):
@@ -422,6 +423,7 @@ def test_an_optimizer_is_copied_without_the_step_that_was_assigned():
         assert "step" not in vars(copied)
 
 
+@COMPILED_ATTRIBUTES
 def test_compiled_steps_set_attributes_of_optimizers_over_plain_parameters():
     p = nn.Parameter(torch.ones(3))
 
@@ -434,6 +436,7 @@ def test_compiled_steps_set_attributes_of_optimizers_over_plain_parameters():
     assert p.tolist() == [3.0] * 3
 
 
+@COMPILED_SETS
 def test_compiled_steps_beside_order_free_gradients_of_another_model():
     other = mcf.as_expansion(nn.Linear(32, 32), mcf.bf16i16)
     handle = mcf.order_free_gradients(other, microbatches=2)
@@ -565,6 +568,8 @@ REFUSED_WITHOUT_FLOAT64 = {"igamma_", "igammac_", "ldexp_", "resize_as_"}
 def test_every_operation_that_writes_to_plain_tensors_takes_one(name, dtype, kind):
     format, refused = mcf.Format.from_name(name), set()
     for operation, (func, places) in writing.operations().items():
+        if operation == "ldexp_" and LDEXP.args[0]:
+            continue
         own = [i for i, (x, _) in enumerate(places) if i and x in ("tensor", "tensors")]
         for chosen in {*[(i,) for i in own], tuple(own)}:
 
@@ -689,6 +694,7 @@ def test_gradients_given_within_a_step_are_plain_after_it():
     assert_same_terms(given, mcf.as_expansion(expected, p.format))
 
 
+@GRAD_DTYPE
 def test_other_gradients_are_what_they_were():
     for x in (None, torch.ones(3, 4), torch.ones(3, 4).half(), sample(mcf.bf16x2, 3, 4)):
         p = parameter(gradient=False)

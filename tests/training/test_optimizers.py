@@ -1,5 +1,6 @@
 """Stock SGD, Adam and AdamW over expansions, against themselves in float64."""
 
+import importlib
 from fractions import Fraction
 
 import pytest
@@ -431,3 +432,58 @@ def test_a_first_step_that_overflows_leaves_momentum_at_zero(mode):
             assert not exact(optimizer.state[p]["momentum_buffer"]).any()
             assert (exact(p) == 1).all()
     assert torch.allclose(exact(p), torch.tensor(0.8, dtype=torch.float64), atol=1e-3)
+
+
+def _lr_as_tensor(optimizer):
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
+
+
+def _float64_steps(optimizer):
+    for state in optimizer.state.values():
+        state["step"] = state["step"].double()
+
+
+def _shared_step(optimizer):
+    first, second, *_ = optimizer.state.values()
+    second["step"] = first["step"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda optimizer: None, _lr_as_tensor, _float64_steps, _shared_step],
+    ids=["as made", "tensor lr", "float64 steps", "shared step"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"decoupled_weight_decay": True, "weight_decay": 0.1}, {"amsgrad": True}],
+    ids=["adam", "adamw", "amsgrad"],
+)
+@pytest.mark.parametrize("kinds", [[mcf.bf16x2, mcf.bf16x3], [mcf.bf16x2, None]], ids=str)
+def test_fused_adam_without_grouping(kinds, options, change, monkeypatch):
+    """Parameters, states and step counts are those of PyTorch's own function."""
+    found, grouped = [], []
+    group = torch.optim.Optimizer._group_tensors_by_device_and_dtype
+    spy = staticmethod(lambda *args, **kwargs: grouped.append(args) or group(*args, **kwargs))
+    monkeypatch.setattr(torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", spy)
+    for of_torch in (False, True):
+        if of_torch:
+            module = importlib.import_module("torch.optim.adam")
+            monkeypatch.setattr(module, "_fused_adam", module._fused_adam.__wrapped__)
+        torch.manual_seed(0)
+        weights = [nn.Parameter(sample(f, 40, seed=7) if f else torch.ones(3)) for f in kinds]
+        optimizer = torch.optim.Adam(weights, lr=1e-2, fused=True, **options)
+        for step in range(4):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape).to(weight.dtype)
+            optimizer.step()
+            if step == 1:
+                change(optimizer)
+        if None not in kinds and change not in (_lr_as_tensor, _float64_steps):
+            assert bool(grouped) == of_torch
+        found.append([*weights, *(x for y in optimizer.state.values() for x in y.values())])
+    for a, b in zip(*found, strict=True):
+        if isinstance(a, mcf.MCFTensor):
+            assert_same_terms(a, b)
+        else:
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)

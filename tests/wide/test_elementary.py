@@ -23,6 +23,7 @@ from common.elementary import (
 )
 from mcftensor.wide.guarded import Guarded, polynomial
 from support.helpers import assert_same_terms, sample
+from support.releases import LDEXP
 
 mp = pytest.importorskip("mpmath").mp  # common.elementary needs it
 
@@ -475,6 +476,7 @@ def test_ends_of_composed_functions(format):
 @pytest.mark.parametrize(
     "format", [mcf.fp64x2, mcf.fp32x3, mcf.fp32x2, mcf.bf16x3], ids=lambda f: f.name
 )
+@LDEXP
 def test_powers_of_two_are_exact(format):
     x = torch.cat(
         [sample(format, 20), mcf.exact.from_exact([1 - Fraction(1, 2**60), 4, 0], format)]

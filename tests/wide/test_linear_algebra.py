@@ -235,12 +235,15 @@ def test_batches():
 
 
 @pytest.mark.with_float64("the format is fp64x2")
-def test_gradients():
+@pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
+@pytest.mark.parametrize("contiguous", [True, False], ids=["rows", "columns"])
+def test_gradients(contiguous, left):
     """Of x = inv(a) b with respect to a and b: - inv(a)^T g x^T and inv(a)^T g."""
     format = mcf.fp64x2
-    a, b = sample(format, 4, 4).requires_grad_(), sample(format, 4, 2, seed=1).requires_grad_()
+    a, b = sample(format, 4, 4), sample(format, 4, 2, seed=1).requires_grad_()
+    a = (a if contiguous else a.mT).detach().requires_grad_()
     g = sample(format, 4, 2, seed=2)
-    x = torch.linalg.solve(a, b)
+    x = torch.linalg.solve(a, b) if left else torch.linalg.solve(a.mT, b.mT, left=False).mT
     x.backward(g)
     inverse = entries(a) ** -1
     assert_near(b.grad, inverse.T * entries(g), format, 64)

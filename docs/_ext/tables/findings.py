@@ -8,6 +8,8 @@ from questions import sizes
 from questions.trial import count_parameters
 from tables.sources import load, machine, percent, signed, table
 
+STRATEGIES = ("master", "bf16", "light", "plus", "full", "compact", "exact", "round")
+
 
 def rate(x: float) -> str:
     """A learning rate of one digit."""
@@ -51,7 +53,8 @@ def findings_beta2() -> str:
     """Losses of each strategy and learning rate by beta2, and how clear the best one is."""
     result = load("findings-beta2")
     rows = []
-    for row in result["best"]:
+    middle = sorted({row["lr"] for row in result["best"]})[1]
+    for row in (row for row in result["best"] if row["lr"] != middle):
         losses = [
             f"**{loss:.4f}**" if beta2 == row["beta2"] else f"{loss:.4f}"
             for beta2, loss in zip(result["beta2s"], row["losses"], strict=True)
@@ -72,17 +75,15 @@ def findings_moments() -> str:
             f"{row['beta2']:g}",
             signed(row["gap"], row["gap_half"]),
             f"{row['ratio']:.3f}",
-            f"{row['second_ratio']:.3f}",
             f"{row['second_moment']:.3f}",
-            f"{row['largest']:.2f}",
             f"{row['displacement_matrices']:.1e}",
         )
         for row in result["cells"]
-        if row["lr"] == lr and row["strategy"] != "master"
+        if row["lr"] == lr and row["strategy"] != "master" and row["beta2"] > 0.99
     ]
     head = (
-        f"lr {rate(lr)}", "beta2", "nats from master weights", "EDQ ratio", "ratio of v",
-        "v over exact", "largest update over exact", "displacement",
+        f"lr {rate(lr)}", "beta2", "nats from master weights", "EDQ ratio", "v over exact",
+        "displacement",
     )  # fmt: skip
     return table(head, rows) + "\n\n" + machine(result)
 
@@ -90,7 +91,8 @@ def findings_moments() -> str:
 def findings_prediction() -> str:
     """Rank correlations of what meters say with what a run loses."""
     result = load("findings-prediction")
-    predictors = [name for name in result["correlations"][0] if name not in ("group", "runs")]
+    hidden = ("group", "runs", "lost of v", "|1 − leading ratio|", "|1 − v/exact|")
+    predictors = [name for name in result["correlations"][0] if name not in hidden]
 
     def cell(found: dict[str, Any] | None) -> str:
         if found is None:
@@ -101,6 +103,7 @@ def findings_prediction() -> str:
     rows = [
         (row["group"], str(row["runs"]), *(cell(row[name]) for name in predictors))
         for row in result["correlations"]
+        if row["runs"] > 12 and row["group"] not in STRATEGIES[2:]
     ]
     head = ("runs of", "number", *(name.replace("|", "\\|") for name in predictors))
     return table(head, rows) + "\n\n" + machine(result)
@@ -113,13 +116,12 @@ def findings_growth() -> str:
     for row in result["rows"]:
         cells = found.setdefault((row["strategy"], row["kind"]), [])
         cells += [f"{row['error'][0]:.1e}", f"{row['error'][-1]:.1e}"]
-        cells.append(f"{row['slope']:.2f} ± {row['slope_half']:.2f}")
         if row["source"] == "real":
             cells.append(f"{row['second_moment'][-1]:.3f}")
     rows = [(f"{strategy}, {kind}", *cells) for (strategy, kind), cells in found.items()]
     rows.sort(key=lambda row: row[0].partition(", ")[2])
     steps = result["rows"][0]["steps"]
-    ends = [f"step {steps[0]}", f"step {steps[-1]:,}", "slope"]
+    ends = [f"step {steps[0]}", f"step {steps[-1]:,}"]
     head = ("", *(f"{source}: {x}" for source in ("random", "real") for x in ends), "v over exact")
     return table(head, rows) + "\n\n" + machine(result)
 
@@ -179,26 +181,16 @@ def findings_sizes_run() -> str:
 def findings_sizes() -> str:
     """By size and strategy, at each of both learning rates: the loss, and what updates lose."""
     result = load("findings-sizes")
-    names = ("at the best rate", "at a third of it")
-    tables = []
-    for share, name in zip(sizes.SHARES, names, strict=True):
-        rows = [
-            (
-                f"{row['strategy']}, {million(row['million'])}",
-                f"{row['validation']:.4f} (lr {rate(row['lr'])})"
-                if row["strategy"] == sizes.REFERENCE
-                else signed(row["gap"], row["gap_half"]),
-                f"{row['ratio']:.3f}",
-                percent(row["lost"]),
-                f"{row['displacement_matrices']:.1e}",
-                f"{row['second_moment']:.3f}",
-            )
-            for row in result["rows"]
-            if row["share"] == share
-        ]
-        head = (name, "nats", "EDQ ratio", "lost", "displacement", "v over exact")
-        tables.append(table(head, rows))
-    return "\n\n".join([*tables, machine(result)])
+    found: dict[str, list[str]] = {}
+    for share in sizes.SHARES:
+        for row in (row for row in result["rows"] if row["share"] == share):
+            is_reference = row["strategy"] == sizes.REFERENCE
+            nats = f"{row['validation']:.4f} (lr {rate(row['lr'])})"
+            cells = found.setdefault(f"{row['strategy']}, {million(row['million'])}", [])
+            cells.append(nats if is_reference else signed(row["gap"], row["gap_half"]))
+            cells.append(percent(row["lost"]))
+    head = ("", "nats, at the best rate", "lost", "nats, at a third of it", "lost")
+    return table(head, [(name, *cells) for name, cells in found.items()]) + "\n\n" + machine(result)
 
 
 def findings_sizes_beta2() -> str:

@@ -96,11 +96,6 @@ def late_main() -> str:
     return losses("main")
 
 
-def late_large() -> str:
-    """The losses of the model of 4.8 M parameters."""
-    return losses("large")
-
-
 def losses(size: str) -> str:
     """By case: cost, bytes, the loss less that of tails from the first step on, and why."""
     found = cases(size)
@@ -153,69 +148,11 @@ def sizes_run() -> dict[str, str]:
     return {size: name for size, name in SIZES.items() if cases(size)}
 
 
-def late_errors() -> str:
-    """By case and size: what the meter says near the end."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for size in sizes_run():
-        for case in cases(size):
-            found.setdefault(case.name, []).extend(
-                (number(case.mean(last("ratio")), ".3f"), percent(case.mean(last("lost"))))
-            )
-    head = [
-        f"{figure}, {size}" for size in sizes_run().values() for figure in ("EDQ ratio", "lost")
-    ]
-    return table(("bf16 weights", "tails", *head), [(*name, *x) for name, x in found.items()])
-
-
 def number(x: float | None, form: str) -> str:
     """A number, or a dash."""
     return "–" if x is None else f"{x:{form}}"
 
 
-def last(figure: str) -> Callable[[Record], float | None]:
-    """A figure of the meter at its last sample."""
-
-    def found(record: Record) -> float | None:
-        value: float | None = record["result"]["edq"][-1][figure]
-        return value
-
-    return found
-
-
 def witnessed(figure: str) -> Callable[[Record], float | None]:
     """A figure of the comparison with float64."""
     return lambda record: record["result"]["witness"].get(figure)
-
-
-def late_over_steps() -> str:
-    """By size and share of the steps, how far losses are from those of tails in all steps."""
-    shares = [i / 5 for i in range(1, 6)]
-    rows = []
-    for size, name in sizes_run().items():
-        found = cases(size)
-        (reference,) = (case for case in found if case.weights == "exact")
-        last_step = next(iter(reference.records.values()))["run"]["steps"]
-        for case in found:
-            if case is not reference and case.tails in ("never", "20%", "meter"):
-                by_step = dict(over_steps(case, reference))
-                gaps = (signed(by_step[round(share * last_step)]) for share in shares)
-                rows.append((f"{case.name[0]}, {name}", case.name[1], *gaps))
-    head = ("bf16 weights", "tails", *(f"after {100 * share:.0f} %" for share in shares))
-    return table(head, rows)
-
-
-def over_steps(case: Case, reference: Case) -> list[tuple[int, float]]:
-    """By step, the mean loss less that of another case with the same seeds."""
-    seeds = [seed for seed in case.records if seed in reference.records]
-    pairs = [
-        zip(
-            case.records[seed]["result"]["validation"],
-            reference.records[seed]["result"]["validation"],
-            strict=True,
-        )
-        for seed in seeds
-    ]
-    return [
-        (points[0][0][0], statistics.fmean(own - other for (_, own), (_, other) in points))
-        for points in zip(*pairs, strict=True)
-    ]

@@ -55,7 +55,8 @@ def operator_summary() -> str:
 
 
 def operators() -> str:
-    """One row each, by the first letter of its name or by its module."""
+    """By module: a row for each operator that raises or errs by more than a unit in some format,
+    and the names of the others."""
     result = load("operator-matrix")["operators"]
     groups: dict[str, list[str]] = {}
     for name in result:
@@ -64,10 +65,22 @@ def operators() -> str:
         groups.setdefault(module if known and dot else "torch", []).append(name)
     parts = []
     for module in sorted(groups, key=lambda m: (m != "torch", m)):
+        names = groups[module]
         rows = [
             (f"`{name}`", *(outcome(entry) for entry in result[name].values()))
-            for name in groups[module]
+            for name in names
+            if any(x["refused"] or x["units"] > 1 for x in result[name].values())
         ]
+        apart = {row[0] for row in rows}
+        none = [
+            f"`{n}`"
+            for n in names
+            if not any(x["computed"] or x["refused"] for x in result[n].values())
+        ]
+        good = [f"`{n}`" for n in names if f"`{n}`" not in apart and f"`{n}`" not in none]
         head = ("operator", *next(iter(result.values())))
-        parts.append(f"## {module}\n\n{table(head, rows)}")
+        texts = [table(head, rows)] if rows else []
+        texts += [f"Within a unit in all formats: {', '.join(good)}."] if good else []
+        texts += [f"No floating-point tensors: {', '.join(none)}."] if none else []
+        parts.append("\n\n".join((f"## {module}", *texts)))
     return "\n\n".join(parts)

@@ -71,3 +71,32 @@ def edq_cost() -> str:
     size = f"{result['parameters']:,} parameters in the shapes of a GPT-2"
     hooks = f"the hooks alone take {1e6 * result['hook_seconds']:.1f} µs a step"
     return table(head, rows) + "\n\n" + machine(result, f"{size}; {hooks}. ")
+
+
+def loaded() -> str:
+    """A model that is loaded in bf16 and fine-tuned, in several ways."""
+    result = load("loaded")
+    rows = [
+        (
+            f"{row['way']}, lr {row['lr']:.0e}".replace("e-0", "e-"),
+            f"{row['bytes']:.0f}",
+            percent(row["moved"]),
+            percent(row["norms moved"]),
+            f"{row['made']:.3f}",
+            f"{row['after']:.4f}",
+            percent(row["gain"]),
+        )
+        for row in result["rows"]
+    ]
+    head = (
+        "", "bytes a parameter", "weights that moved", "norm weights that moved", "movement",
+        "nats a byte", "gain",
+    )  # fmt: skip
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def loaded_verdict() -> str:
+    """What the diagnosis says of the model as it is loaded, at the smaller rate."""
+    rows = load("loaded")["rows"]
+    rates = [row for row in rows if row["way"] == "as loaded"]
+    return f"```text\n{min(rates, key=lambda row: row['lr'])['verdict']}\n```"

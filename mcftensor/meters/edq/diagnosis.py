@@ -25,7 +25,7 @@ from mcftensor.tensor.components import any_format_of, stored_format_of
 
 
 @dataclass
-class _Noted:
+class Noted:
     """What a diagnosis has seen of an optimizer."""
 
     name: str
@@ -84,7 +84,7 @@ class Diagnosis:
         self._file = None if file is None else Path(file)
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._refused: dict[str, str] = {}
-        self._noted: dict[EDQ, _Noted] = {}
+        self._noted: dict[EDQ, Noted] = {}
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"Diagnosis: every={every!r}; give a whole number from 1 on")
 
@@ -100,9 +100,14 @@ class Diagnosis:
 
     def verdict(self) -> str:
         """Return the findings so far, a line for each optimizer."""
-        found = [_verdict(meter, self._noted[meter]) for meter in self.meters]
+        found = ["\n  ".join(self._lines(meter)) for meter in self.meters]
         found += [f"EDQ of {name}: not measured: {why}" for name, why in self._refused.items()]
         return "\n".join(found) or "EDQ: no optimizer has stepped"
+
+    def _lines(self, meter: EDQ) -> list[str]:
+        """Return the findings of one optimizer: a title, what it loses, and what helps."""
+        found = Finding(meter, self._noted[meter])
+        return [*found.lines(), *found.advice()]
 
     def _attach(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -126,7 +131,7 @@ class Diagnosis:
             self._refused[type(optimizer).__name__] = str(error).removeprefix("EDQ: ")
             return
         self.meters.append(meter)
-        self._noted[meter] = _Noted(type(optimizer).__name__)
+        self._noted[meter] = Noted(type(optimizer).__name__)
 
     def _note(self, meter: EDQ, optimizer: Optimizer | None) -> None:
         """Record the kinds of parameters, and the states that stand still."""
@@ -157,33 +162,59 @@ class Diagnosis:
             print(self.verdict(), file=sys.stderr)
 
 
-def _verdict(meter: EDQ, noted: _Noted) -> str:
-    said = [f"EDQ of {noted.name}, measured at {len(meter.history)} of {meter.steps} steps"]
-    measured = [(x["lost"], x["ratio"]) for x in meter.history if x["ratio"] is not None]
-    if not measured:
-        said += sorted(set(meter.not_metered.values())) or ["no update was intended"]
-        return "\n  ".join(said)
-    lost, rate = _medians(measured)
-    _, rate_at_end = _medians(measured[3 * len(measured) // 4 :])
-    what = "of updates are lost"
-    if lost > 1 - _KEPT and rate > _KEPT and noted.keeps_mean:
-        what = "of elements wait for a later step: rounding keeps their mean"
-    said.append(f"{percent(round(lost, 3))} {what}")
-    some_frozen = False
-    for kind, found in noted.states.items():
-        if frozen := [x for x in found if x]:
-            of = f"of {len(found)} {kind} states {len(frozen)}"
-            said.append(f"{of} are frozen ({', '.join(sorted(set(frozen)))})")
-            some_frozen = True
-    at_end = f", and {rate_at_end:.2f} in the last quarter" if rate_at_end < _KEPT <= rate else ""
-    said.append(f"the effective learning rate is {rate:.2f} of yours{at_end}")
-    if (rate < _KEPT or at_end) and not noted.some_plain:
-        said.append("give the weights a finer format: mcf.change_format(model, optimizer, ...)")
-    elif rate < _KEPT or at_end:
-        said.append("keep the weights as expansions: model = mcf.as_expansion(model)")
-    elif some_frozen:
-        said.append("keep the states as expansions, or in float32: mcf.collage(optimizer, mode)")
-    return "\n  ".join(said)
+class Finding:
+    """The losses of one optimizer.
+
+    Attributes:
+        lost: the median share of elements that should have moved and did not, or None.
+        rate: the median share of the intended movement that was made, or None.
+        rate_at_end: the same in the last quarter of the samples.
+        loses: whether the weights lose a good part of their updates.
+        frozen: by the names of formats, the names of states that stand still.
+    """
+
+    lost: float | None = None
+    rate: float | None = None
+    rate_at_end: float | None = None
+
+    def __init__(self, meter: EDQ, noted: Noted) -> None:
+        self._meter, self._noted = meter, noted
+        measured = [(x["lost"], x["ratio"]) for x in meter.history if x["ratio"] is not None]
+        if measured:
+            self.lost, self.rate = _medians(measured)
+            _, self.rate_at_end = _medians(measured[3 * len(measured) // 4 :])
+        rates = (self.rate, self.rate_at_end)
+        self.loses = any(x is not None and not x >= _KEPT for x in rates)  # or is NaN
+        self.frozen = {kind: [x for x in found if x] for kind, found in noted.states.items()}
+
+    def lines(self) -> list[str]:
+        """Return a title and the losses."""
+        meter, noted = self._meter, self._noted
+        said = [f"EDQ of {noted.name}, measured at {len(meter.history)} of {meter.steps} steps"]
+        if self.lost is None or self.rate is None or self.rate_at_end is None:
+            reasons = sorted(set(meter.not_metered.values()))
+            return [*said, *(reasons or ["no update was intended"])]
+        what = "of updates are lost"
+        if self.lost > 1 - _KEPT and self.rate > _KEPT and noted.keeps_mean:
+            what = "of elements wait for a later step: rounding keeps their mean"
+        said.append(f"{percent(round(self.lost, 3))} {what}")
+        for kind, frozen in self.frozen.items():
+            if frozen:
+                of = f"of {len(noted.states[kind])} {kind} states {len(frozen)}"
+                said.append(f"{of} are frozen ({', '.join(sorted(set(frozen)))})")
+        at_end = self.rate_at_end < _KEPT <= self.rate
+        later = f", and {self.rate_at_end:.2f} in the last quarter" if at_end else ""
+        return [*said, f"the effective learning rate is {self.rate:.2f} of yours{later}"]
+
+    def advice(self) -> list[str]:
+        """Return what helps, if anything is lost."""
+        if self.loses and not self._noted.some_plain:
+            return ["give the weights a finer format: mcf.change_format(model, optimizer, ...)"]
+        if self.loses:
+            return ["keep the weights as expansions: model = mcf.as_expansion(model)"]
+        if any(self.frozen.values()):
+            return ["keep the states as expansions, or in float32: mcf.collage(optimizer, mode)"]
+        return []
 
 
 def _medians(measured: Sequence[tuple[float | None, float | None]]) -> list[float]:

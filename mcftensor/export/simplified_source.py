@@ -1,0 +1,126 @@
+"""The source of a function, without annotations, checks, and choices that are decided."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+
+class _Simplify(ast.NodeTransformer):
+    """Puts constants for names, and takes the choices that they decide."""
+
+    def __init__(self, known: Mapping[str, Any], stored: Collection[str] = ()) -> None:
+        self.known, self.stored = known, stored
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        is_read = isinstance(node.ctx, ast.Load) and node.id in self.known
+        return literal(self.known[node.id]) if is_read else node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        self.generic_visit(node)
+        text = ast.unparse(node)
+        return literal(self.known[text]) if text in self.known else node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        text = ast.unparse(node)
+        return literal(self.known[text]) if text in self.known else node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(func=ast.Name("isinstance"), args=[_, ast.Name("Tensor")]):
+                return ast.Constant(False)
+            case ast.Call(func=ast.Name("_to_scalar"), args=[x]):
+                return x
+            case ast.Call(func=ast.Attribute(x, "sqrt"), args=[]):
+                return ast.Call(ast.Name("sqrt"), [x], [])
+        return ast.Constant(False) if ast.unparse(node) == "torch.jit.is_scripting()" else node
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        if not node.body:
+            return node.orelse
+        if isinstance(node.body[0], ast.Raise) and not node.orelse:
+            return None
+        decided = _decided(node.test)
+        return node if decided is None else node.body if decided else node.orelse
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        self.generic_visit(node)
+        decided = _decided(node.test)
+        return node if decided is None else node.body if decided else node.orelse
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        self.generic_visit(node)
+        assert node.value is not None
+        return ast.Assign([node.target], node.value)
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        self.generic_visit(node)
+        target = ast.unparse(node.targets[0])
+        return None if target in (*self.known, ast.unparse(node.value)) else node
+
+    def visit_Starred(self, node: ast.Starred) -> ast.expr | None:
+        return None if ast.unparse(node.value) in self.known else node
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        self.generic_visit(node)
+        match node.value:
+            case ast.Call(func=ast.Attribute(ast.Name(name), method)) if name in self.stored:
+                if method.endswith("_"):
+                    return [node, ast.Expr(ast.Call(ast.Name("store"), [ast.Name(name)], []))]
+        return node
+
+
+def _decided(test: ast.expr) -> bool | None:
+    """Return the value of a condition without names, or None."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        operand = _decided(test.operand)
+        return None if operand is None else not operand
+    if isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute):
+        return True if test.func.attr == "numel" else None  # there are elements
+    if any(isinstance(x, (ast.Name, ast.Call)) for x in ast.walk(test)):
+        return None
+    return bool(eval(ast.unparse(test)))
+
+
+def simplified(
+    function: Callable[..., Any], known: Mapping[str, Any], stored: Collection[str] = ()
+) -> ast.FunctionDef:
+    """Return the definition of a function, without annotations, checks and what is decided.
+
+    After each change in place of a tensor in `stored`, the printed function calls `store` with it.
+    """
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(definition, ast.FunctionDef)
+    definition.decorator_list, definition.returns = [], None
+    own = definition.args
+    own.args = [x for x in own.args if x.arg not in known]
+    own.kwonlyargs = [x for x in own.kwonlyargs if x.arg not in known]
+    own.kw_defaults = [None] * len(own.kwonlyargs)
+    for x in (*own.args, *own.kwonlyargs):
+        x.annotation = None
+    doc = ast.get_docstring(definition)
+    if doc:
+        line = re.split("; |[.] ", " ".join(doc.partition("\n\n")[0].split()))[0].rstrip(".") + "."
+        definition.body[0] = ast.Expr(ast.Constant(line))
+    if stored:
+        own.kwonlyargs.append(ast.arg("store"))
+        own.kw_defaults.append(None)
+    return ast.fix_missing_locations(_Simplify(known, stored).visit(definition))
+
+
+def literal(x: Any) -> ast.expr:
+    """Return a number, dtype or other constant as an expression."""
+    if isinstance(x, torch.dtype):
+        return ast.Name(str(x))
+    if isinstance(x, float) and not abs(x) < torch.inf:
+        return ast.Name(f"torch.{x}" if x != -torch.inf else "-torch.inf")
+    return ast.Constant(x)
