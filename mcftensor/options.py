@@ -106,7 +106,8 @@ def _convert(commands: argparse._SubParsersAction[Parser]) -> None:
     add(
         "--states",
         metavar="NAME",
-        help="of the optimizer's states (default: as the weights); 'compact': as the mode does",
+        help="of the optimizer's states (default: as the weights); 'compact' or 'compact4': as "
+        "the mode does",
     )
     add("--weights-only", action="store_true", help="leave the states out")
     add("--lossy", action="store_true", help="round what the format does not hold")
