@@ -41,28 +41,21 @@ def matrix(results: dict[str, Any], package: str) -> str:
         if isinstance(first, str):
             continue
         three = [x["bf16x3"] for x in paths.values() if isinstance(x, dict)]
-        compiled = results["compiled"].get(name)
         rows.append(
             [
                 split(name)[1],
                 *(number(first[way]) for way in ("bf16", "fp32", "bf16x2")),
                 number(worst(three)),
-                "" if compiled is None else figure(compiled, "bf16x3"),
                 letters(entry),
             ]
         )
-    return table(["class", "bf16", "fp32", "bf16x2", "bf16x3", "compiled", "why"], rows)
+    return table(["class", "bf16", "fp32", "bf16x2", "bf16x3", "why"], rows)
 
 
 def worst(figures: Iterable[Any]) -> Any:
     """The largest figure; what is none wins."""
     figures = list(figures)
     return next((x for x in figures if isinstance(x, str)), None) or max(figures)
-
-
-def figure(errors: dict[str, Any] | str | None, way: str) -> str:
-    """A figure of a path that may not be there, or may not run."""
-    return number(errors if not isinstance(errors, dict) else errors[way])
 
 
 def letters(entry: dict[str, Any]) -> str:

@@ -48,8 +48,6 @@ FOR_FEW = (
     *("guides/studies", "guides/examples"),
 )
 """Pages that search results show last."""
-FOR_MANY = "guides/fine-tuning.html#the-loss"
-"""The section for those who search by what they see, in many words."""
 COMPOUND = re.compile(r"\b[A-Za-z][a-z0-9]+(?:[A-Z][a-z0-9]*)+\b|\b[A-Z]{2,}[a-z][A-Za-z0-9]*\b")
 PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")
 RESULT = re.compile(r"\]\((?:\.\./)*benchmarks/results/([\w-]+\.png)\)")
@@ -94,9 +92,9 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keep figures of tables whole, which browsers break at hyphens as in 1.2e-05; and keep long
-    tables out of the search, which would find nothing else."""
-    html = NUMBER.sub(r'<td class="number"\1>', html)
+    """Keep figures of tables whole, which browsers break at hyphens as in 1.2e-05. Keep them, and
+    long tables, out of the search: it would find nothing else, and lunr fails at some digits."""
+    html = NUMBER.sub(r'<td class="number" data-search-exclude\1>', html)
     return TABLE.sub(
         lambda m: f"<table data-search-exclude{m[1]}" if m[1].count("<tr>") > LONG else m[0], html
     )
@@ -124,8 +122,6 @@ def on_post_build(config: MkDocsConfig) -> None:
     for section in index["docs"]:
         if section["location"].startswith(FOR_FEW):
             section["boost"] = 0.3
-        if section["location"].startswith(FOR_MANY):
-            section["boost"] = 2
         text = re.sub(r"<[^>]+>", " ", f"{section['title']} {section['text']}")
         if ends := sorted({end for word in COMPOUND.findall(text) for end in ends_of(word)}):
             section["text"] += f"<p>{' '.join(ends)}</p>"

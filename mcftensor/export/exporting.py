@@ -367,7 +367,7 @@ class _Export:
         rule = RULES[self.kind.rule]
         if rule.by_step is not None:
             root = "The square root, rounded to nearest."
-            self.code.add(record_calls("sqrt", root, eft.sqrt, {"x": torch.ones(1)}))
+            self.code.add(record_calls("sqrt", root, eft.sqrt, {"x": torch.ones(1, device="cpu")}))
             self.code.add_source(integer_power)
             self.code.add_source(rule.by_step)
         self.code.add_source(rule.fixed)
@@ -386,7 +386,7 @@ class _Export:
 
         if format.arithmetic == "terms":
             doc, parts = "Return weights after a change, rounded once.", list(_stored(format))
-            examples = {**_stored(format), "change": torch.ones(_MATRIX)}
+            examples = {**_stored(format), "change": torch.ones(_MATRIX, device="cpu")}
             self.code.add(record_calls("moved", doc, moved, examples, parts))
             moved_weight = 'moved(p, state["tail"], change)'
         else:  # a weight is one float32
@@ -442,9 +442,9 @@ class _Export:
     def _encoded(self, f: Format, x: str, stream: int = 0) -> str:
         """Return the call of the function that writes a format."""
         name, parts = f"encode_{_stem(f)}", list(_stored(f))
-        examples = {"x": torch.ones(_MATRIX)}
+        examples = {"x": torch.ones(_MATRIX, device="cpu")}
         if f.takes_key:
-            examples["noise"] = torch.zeros(_MATRIX, dtype=torch.int32)
+            examples["noise"] = torch.zeros(_MATRIX, dtype=torch.int32, device="cpu")
         doc = f"Return float32 numbers as {' and '.join(parts)}, rounded once."
         self.code.add(record_calls(name, doc, functools.partial(_encode, f), examples, parts))
         return f"{name}({x}, {self._noise(stream)})" if f.takes_key else f"{name}({x})"
@@ -462,8 +462,8 @@ class _Export:
             return Balanced(count, index, stream).pattern
 
         examples = {
-            "count": torch.zeros((), dtype=torch.int64),
-            "index": torch.zeros(_MATRIX, dtype=torch.int32),
+            "count": torch.zeros((), dtype=torch.int64, device="cpu"),
+            "index": torch.zeros(_MATRIX, dtype=torch.int32, device="cpu"),
         }
         doc = "Return multiples of an irrational number, modulo 1, as int32."
         self.code.add(record_calls("balanced", doc, balanced, examples))
@@ -496,8 +496,8 @@ def _states(kind: _Kind, format: Format) -> list[dict[str, Format]]:
     found: list[dict[str, Format]] = []
     make: Any = kind.optimizer
     for shape in (_MATRIX, _VECTOR):
-        p = torch.nn.Parameter(as_expansion(torch.ones(shape), format))
-        p.grad = torch.ones(shape, dtype=torch.bfloat16)
+        p = torch.nn.Parameter(as_expansion(torch.ones(shape, device="cpu"), format))
+        p.grad = torch.ones(shape, dtype=torch.bfloat16, device="cpu")
         momentum = {"momentum": 0.9} if make is torch.optim.SGD else {}
         optimizer = collage(make([p], lr=1e-3, **momentum), _MODES[format])
         optimizer.step()
@@ -515,7 +515,10 @@ def _stored(f: Format) -> dict[str, Tensor]:
     """Return examples of components."""
     names = ("leading", "tail") if f.arithmetic == "terms" else [x.name for x in f.components]
     shapes = [x.shape(_MATRIX) for x in f.components]
-    made = [torch.ones(y, dtype=x.dtype) for x, y in zip(f.components, shapes, strict=True)]
+    made = [
+        torch.ones(y, dtype=x.dtype, device="cpu")
+        for x, y in zip(f.components, shapes, strict=True)
+    ]
     return dict(zip(names, made, strict=True))
 
 

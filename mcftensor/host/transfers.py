@@ -18,7 +18,7 @@ class _Slot:
     """A piece of pinned memory, and the event of the last copy that the device does with it."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self._memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         self.event = torch.Event(device)
 
     def like(self, x: Tensor) -> Tensor:

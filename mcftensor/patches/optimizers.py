@@ -8,7 +8,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from mcftensor.tensor.dtensor import with_gradient_tensors
 from mcftensor.tensor.implicit_rounding import asking
 from mcftensor.tensor.step_context import Step, closure, current_step, in_step
 
-_params = itemgetter("params")
 _has_rules = attrgetter("_has_rules")
 
 
@@ -262,7 +261,7 @@ def is_of_torch(step: Callable[..., Any]) -> bool:
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Return the parameters of all groups."""
-    return itertools.chain.from_iterable(map(_params, optimizer.param_groups))
+    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def named_parameters_of(optimizer: Optimizer) -> Iterator[tuple[str, tuple[int, int], Tensor]]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mcftensor.formats import Format
 from mcftensor.kernels import LOCK, Column, Columns, run_alike
+from mcftensor.kernels.facts import facts_of
 from mcftensor.passes.decoded_traces import Decoded
 from mcftensor.passes.expressions import Expression, Operand, carry_out
 from mcftensor.passes.traces import EMPTY, Trace
@@ -295,7 +296,7 @@ def _write(
     addresses: dict[int, list[int]] = {}
     for x in chain(vectors, outputs):
         if id(x) not in addresses:
-            addresses[id(x)] = list(map(Tensor.data_ptr, x))
+            addresses[id(x)] = facts_of(x)[3]
     run_alike(
         *trace.kernel(results),
         Columns(vectors, scalars, outputs, done=done),

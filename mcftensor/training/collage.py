@@ -235,9 +235,8 @@ class CollagePlan:
         else:
             raise (ValueError if isinstance(mode, str) else TypeError)(
                 f"collage: unknown mode {mode!r}; use 'light', 'plus', 'full', 'compact', "
-                "'compact4', or a dict from names of states to formats. A format of weights goes "
-                "to mcf.as_expansion(model, format), or to mcf.prepare(model, optimizer, "
-                "format=format)"
+                "'compact4', or a dict from names of states to formats. Weights' formats go to "
+                "mcf.as_expansion(model, format), or mcf.prepare(model, optimizer, format=format)"
             )
         self.makes_plain = None in self.named.values()
 

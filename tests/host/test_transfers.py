@@ -99,7 +99,7 @@ def device(monkeypatch):
     world.current = current = Stream()
     monkeypatch.setattr(current, "wait_stream", lambda stream: stream.run(), raising=False)
 
-    def empty(size, *, dtype, pin_memory):
+    def empty(size, *, dtype, device, pin_memory):
         assert pin_memory
         world.pinned += size
         return torch.full((size,), 255, dtype=dtype)

@@ -191,15 +191,14 @@ def tuning() -> str:
             f"{row['way']}, {row['strategy']}, lr {rate(row['lr'])}",
             percent(row["small"]) if row["strategy"] == "bf16" else "–",
             number(row["ratio_first"]),
-            number(row["ratio"]),
             number(row["made"]),
-            f"{row['after']:.4f}" if row["strategy"] == "master" else signed(row["gap"]),
             percent(row["gain"]),
         )
         for row in result["rows"]
+        if row["strategy"] != "master"
     ]
     head = (
-        "", "weights too large for the rate", "EDQ ratio, first 20 steps", "last quarter",
-        "movement made", "nats, and from master weights", "gain in loss",
+        "", "weights too large for the rate", "EDQ ratio, first 20 steps", "movement made",
+        "gain in loss",
     )  # fmt: skip
     return table(head, rows) + "\n\n" + machine(result)

@@ -191,16 +191,3 @@ def findings_sizes() -> str:
             cells.append(percent(row["lost"]))
     head = ("", "nats, at the best rate", "lost", "nats, at a third of it", "lost")
     return table(head, [(name, *cells) for name, cells in found.items()]) + "\n\n" + machine(result)
-
-
-def findings_sizes_beta2() -> str:
-    """By size and strategy, the loss at each beta2; that of the best one is bold."""
-    found: dict[str, dict[float, float]] = {}
-    for row in load("findings-sizes")["beta2s"]:
-        name = f"{row['strategy']}, {million(row['million'])}"
-        found.setdefault(name, {})[row["beta2"]] = row["validation"]
-    rows = []
-    for name, losses in found.items():
-        best = min(losses.values())
-        rows.append((name, *(f"**{x:.4f}**" if x == best else f"{x:.4f}" for x in losses.values())))
-    return table(("", *(f"beta2 {beta2:g}" for beta2 in losses)), rows)

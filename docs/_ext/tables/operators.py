@@ -11,7 +11,8 @@ from tables.sources import load, machine, table
 def patches() -> str:
     """What is changed in PyTorch and peft, by the occasion; names changed alike stand together."""
     occasions: dict[str, dict[tuple[str, ...], list[str]]] = {}
-    for row in TABLE:
+    # In an order that does not depend on which part of the library was imported first.
+    for row in sorted(TABLE, key=lambda row: (row.when != FIRST, row.when, row.name)):
         alike = occasions.setdefault(row.when, {})
         alike.setdefault((row.why, row.loss, row.before, row.releases), []).append(f"`{row.name}`")
     parts = []
