@@ -106,7 +106,8 @@ def _convert(commands: argparse._SubParsersAction[Parser]) -> None:
     add(
         "--states",
         metavar="NAME",
-        help="of the optimizer's states (default: as the weights); 'compact': as the mode does",
+        help="of the optimizer's states (default: as the weights); 'compact' or 'compact4': as "
+        "the mode does",
     )
     add("--weights-only", action="store_true", help="leave the states out")
     add("--lossy", action="store_true", help="round what the format does not hold")
@@ -198,7 +199,7 @@ def _memory(commands: argparse._SubParsersAction[Parser]) -> None:
     add(
         "--format",
         metavar="NAME",
-        help="of the weights, with --mode (default: bf16i8 in compact, by shape in the others)",
+        help="of the weights, with --mode (default: bf16i8 in compact modes, else by shape)",
     )
 
 

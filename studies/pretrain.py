@@ -18,6 +18,8 @@ Every strategy starts from the same weights, sees the same batches and runs a st
            are bf16, scaled by GradScaler; states as in exact. In one process
   half8    matrices have an int8 tail; all else as in half16
 
+If named, compact4 runs too: as compact, with moments in codes of half a byte.
+
 With --strategies peers, AdamW of other libraries steps bf16 parameters, in one process: kahan
 (optimi), flash24 and flash32 (pytorch_optimizer), heavyball8, torchao, torchao8, torchaofp8 and
 torchao4, bnb32 and bnb8 (bitsandbytes).
@@ -62,6 +64,7 @@ from pretraining.strategies import (
     LEARNING_RATES,
     NOT_UNDER,
     OPTIMIZERS,
+    OTHERS,
     PATHS,
     PEERS,
     STRATEGIES,
@@ -223,7 +226,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
 
     given = ",".join(options.strategies).replace("peers", ",".join(PEERS))
-    options.strategies = selected(parser, "strategy", [given], (*STRATEGIES, *PEERS))
+    options.strategies = selected(parser, "strategy", [given], (*STRATEGIES, *OTHERS, *PEERS))
     check_device(parser, options.device)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     options.batch_size = options.batch_size or BATCH_SIZES[options.device]

@@ -100,8 +100,8 @@ def convert_checkpoint(
             whose rows share scales, vectors are converted to `bf16i16`.
         states: the format of the states, by default the format of the weights. "compact" stands
             for the formats of that mode of `collage`: `mxfp8` for first and `ue5m3` for second
-            moments, also for 16-bit ones. This rounds them, whether `lossy` or not; other states
-            get the format of the weights.
+            moments, also for 16-bit ones; and "compact4" for `e3m0` and `ue4m0`. This rounds them,
+            whether `lossy` or not; other states get the format of the weights.
         optimizer: whether states are converted, too.
         parameters: names of parameters in the order in which the optimizer got them. Needed if
             its states complete the weights and contain numbers instead of names.
@@ -128,7 +128,8 @@ def convert_checkpoint(
         (mcf.bf16i16, True, {})
     """
     target = target_of_states = require_floats(format, "convert_checkpoint")
-    if states not in (None, "compact"):
+    bits = _COMPACT.get(states) if isinstance(states, str) else None
+    if states is not None and bits is None:
         target_of_states = require_floats(states, "convert_checkpoint")
     names = None if parameters is None else list(parameters)
     most = None if max_shard_size is None else size_in_bytes(max_shard_size)
@@ -139,9 +140,8 @@ def convert_checkpoint(
             name: (x, for_shape(target, x.shape) if _is_wide(x) else _own(x))
             for name, x in contents.weights.items()
         }
-        compact = states == "compact"
         own_states = {
-            state_name(i, key): (x, _format_of_state(key, x, state, target_of_states, compact))
+            state_name(i, key): (x, _format_of_state(key, x, state, target_of_states, bits))
             for i, state in contents.states.items()
             for key, x in state.items()
             if isinstance(x, Entry)
@@ -150,9 +150,13 @@ def convert_checkpoint(
         writer = _Writer(Path(source), lossy, progress, total)
         writer.save(weights, contents.tied, {}, folder / "model.safetensors", most)
         if contents.states or contents.groups is not None:
-            writer.lossy |= compact  # a mode of one byte an element is a wish to round
+            writer.lossy |= bits is not None  # a mode of one byte an element is a wish to round
             writer.save(own_states, {}, metadata_of(contents), folder / BESIDE[0], None)
     return Conversion(contents.layout, target.name, len(weights), len(own_states), writer.lost)
+
+
+_COMPACT = {"compact": 8, "compact4": 4}
+"""Bits of a code, by the names of modes of `collage`."""
 
 
 @dataclass
@@ -221,13 +225,13 @@ def _own(entry: Entry) -> Format:
 
 
 def _format_of_state(
-    key: str, entry: Entry, names: Collection[str], target: Format, compact: bool
+    key: str, entry: Entry, names: Collection[str], target: Format, bits: int | None
 ) -> Format:
     """Return the format that a state becomes, given the names of all states of its parameter."""
     own = _own(entry)
     is_float = own.dtype.is_floating_point and own.dtype.itemsize > 1
-    if compact and entry.shape and (is_float or own.arithmetic != "plain"):
-        moment = compact_format(key, entry.shape, names)
+    if bits and entry.shape and (is_float or own.arithmetic != "plain"):
+        moment = compact_format(key, entry.shape, names, bits)
         if moment is not None:
             return moment
     return for_shape(target, entry.shape) if entry.shape and _is_wide(entry) else own

@@ -329,8 +329,7 @@ def _shared(formats: tuple[Format, ...]) -> tuple[frozenset[int], frozenset[int]
     """Return the columns of inputs, then outputs, of a step with shared, and packed, components."""
     every = [x for f in formats for x in f.components]
     every += every[len(formats[0].components) :]
-    shared, packed = ([x.is_shared for x in every], [x.is_packed for x in every])
-    return _places(shared), _places(packed)
+    return _places([x.is_shared for x in every]), _places([x.is_packed for x in every])
 
 
 def _places(flags: Sequence[bool]) -> frozenset[int]:

@@ -91,7 +91,7 @@ def run_memory(options: argparse.Namespace) -> int:
                 f"--memory is {options.memory!r}, {size} bytes; give a unit, as '80GB'"
             )
     if options.mode:
-        name = options.format or ("bf16i8" if options.mode == "compact" else None)
+        name = options.format or ("bf16i8" if options.mode.startswith("compact") else None)
         format = name and named(name)
         found = estimate(
             model, options.mode, format=format, optimizer=optimizer, on_host=options.host

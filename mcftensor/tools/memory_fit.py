@@ -58,6 +58,8 @@ _WAYS: Mapping[str, tuple[Format | None, str, bool]] = {
     "bf16x2, light": (None, "light", False),
     "bf16i8, compact": (bf16i8, "compact", False),
     "bf16i8, compact, step_in_backward": (bf16i8, "compact", True),
+    "bf16i8, compact4": (bf16i8, "compact4", False),
+    "bf16i8, compact4, step_in_backward": (bf16i8, "compact4", True),
 }
 
 

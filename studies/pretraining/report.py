@@ -33,6 +33,7 @@ LINES: dict[str, dict[str, Any]] = {
     "tail8": {"color": "#CC79A7", "marker": "v", "markersize": 4, "linewidth": 1},
     "round": {"color": "#0072B2", "marker": "D", "markersize": 3, "linewidth": 1},
     "compact": {"color": "#8C564B", "marker": "P", "markersize": 4, "linewidth": 1},
+    "compact4": {"color": "#44AA99", "marker": "p", "markersize": 4, "linewidth": 1},
     "released": {"color": "#F0E442", "marker": "*", "markersize": 4, "linewidth": 1},
     "half16": {"color": "#7F3C8D", "marker": "<", "markersize": 4, "linewidth": 1},
     "half8": {"color": "#117733", "marker": ">", "markersize": 4, "linewidth": 1},

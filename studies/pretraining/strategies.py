@@ -17,6 +17,7 @@ COLLAGE = ("master", "bf16", "light", "plus", "full")  # Those of the paper.
 # float16 weights, computed with in float16: gradients are bf16, and scaled by GradScaler.
 HALVES = ("half16", "half8")
 STRATEGIES = (*COLLAGE, "exact", "tail8", "round", "compact", "released", *HALVES)
+OTHERS = ("compact4",)  # run only if named
 # AdamW of other libraries over plain bf16 parameters, as their documentation says: the package, the
 # name in it, and options. flashoptim itself needs CUDA; pytorch_optimizer has a port of it.
 STOCHASTIC = {"bf16_stochastic_round": True}
@@ -55,12 +56,13 @@ FORMATS: dict[str, tuple[mcf.Format, mcf.Format]] = {
     "tail8": (mcf.bf16i8, mcf.bf16i16),
     "round": (mcf.Format(torch.bfloat16, 1, rounding="balanced"),) * 2,
     "compact": (mcf.bf16i8, mcf.bf16i16),
+    "compact4": (mcf.bf16i8, mcf.bf16i16),
     "released": (mcf.bf16i8, mcf.bf16i16),
     "half16": (mcf.fp16i16, mcf.fp16i16),
     "half8": (mcf.fp16i8, mcf.fp16i16),
 }
 # The Collage modes of strategies with another name.
-MODES = {"compact": "compact", "released": "compact"}
+MODES = {"compact": "compact", "compact4": "compact4", "released": "compact"}
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 Named = Iterable[tuple[str, Tensor]]

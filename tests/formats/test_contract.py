@@ -577,7 +577,7 @@ class TestStructure:
         """They keep all that is stored, counts of writes too, in memory of their own."""
         if do is WHOLE_COPIES["pickle"] and not makes(format, "pickles"):
             do = WHOLE_COPIES["save"]
-        x = sample(format, *shape)
+        x = sample(format, *contract.storable(format, shape))
         x.mul_(0.5)
         exact, y = numbers(x), do(x)
         assert keeps(y, format)

@@ -103,7 +103,7 @@ class TestSteps:
 
     @over("parameters", "modes")
     @pytest.mark.parametrize("path", PATHS)
-    @pytest.mark.parametrize("mode", ["full", "plus", "light", "compact"])
+    @pytest.mark.parametrize("mode", ["full", "plus", "light", "compact", "compact4"])
     @pytest.mark.thinned(of=12)
     def test_modes(self, format, mode, path):
         p = parameter(format, 6, 64)
@@ -116,10 +116,13 @@ class TestSteps:
             "plus": (None, format.of_states),
             "light": (None, None),
             "compact": (mcf.mxfp8, mcf.ue5m3),
+            "compact4": (mcf.e3m0, mcf.ue4m0),
         }[mode]
         found = tuple(getattr(state[n], "format", None) for n in ("exp_avg", "exp_avg_sq"))
         assert found == expected
-        shares_of_states = {"full": format.of_states.precision, "compact": 4}.get(mode, 8)
+        shares_of_states = {"full": format.of_states.precision, "compact": 4, "compact4": 1}.get(
+            mode, 8
+        )
         bound = 12 * (unit(format) + 2.0**-24) + 0.06 * 2.0 ** (2 - min(shares_of_states, 8))
         assert (numbers(p) - q.detach()).abs().max() <= bound
 

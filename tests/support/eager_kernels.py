@@ -34,9 +34,9 @@ def _launch(kernel: execute.Kernel) -> Callable[[int, int, int, int], None]:
             shape = (-1, BLOCK_SIZE) if signature.shared else (length,)
             tensors = []
             for i, dtype in enumerate(dtypes):
-                is_shared = i in signature.shared
-                own = _at(left[i], length // BLOCK_SIZE if is_shared else length, dtype)
-                tensors.append(own.view((-1, 1) if is_shared else shape))
+                width = BLOCK_SIZE if i in signature.shared else 2 if i in signature.packed else 1
+                own = _at(left[i], length // width, dtype)
+                tensors.append(own.view((-1, BLOCK_SIZE // width) if width > 1 else shape))
             integers = iter(columns[first:, row])
             others = iter([x[row] for x in floats])
             scalars = [next(integers if x == torch.int64 else others) for x in signature.scalars]

@@ -63,7 +63,7 @@ def sample(format: mcf.Format, *shape: int, device: str = "cpu", seed: int = 0) 
     generator = torch.Generator().manual_seed(seed)
     if not isinstance(format, ExpansionFormat):
         x = torch.randn(shape, generator=generator, dtype=torch.float64)
-        x = x.square() if format.nearest is mcf.ue5m3.nearest else x
+        x = x.square() if format.name.startswith("ue") else x
         stored = mcf.as_expansion(x, format.nearest)  # the same on all ranks
         return mcf.MCFTensor(stored.components, format).to(device)
     terms = []

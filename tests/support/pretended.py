@@ -219,7 +219,8 @@ class Pretence(TorchDispatchMode):
                     if signature.accumulates and i == len(signature.vectors):
                         assert elements >= numbers._cpu[1].item() + KINDS
                         continue
-                    assert elements * (BLOCK_SIZE if i in signature.shared else 1) >= length, (
+                    width = BLOCK_SIZE if i in signature.shared else 1 + (i in signature.packed)
+                    assert elements * width >= length, (
                         f"{length} of {dtype}, of which {elements} are held"
                     )
                     assert not ALIGNED or address % 16 == 0

@@ -43,6 +43,7 @@ RUNS = [
     ("balanced", None, "for-loop"),
     *(("tail8", "compact", kind) for kind in ("fused", "for-loop", "sgd")),
     ("exact", "compact", "foreach"),
+    *(("tail8", "compact4", kind) for kind in ("fused", "for-loop", "sgd")),
     ("default", "compact", "for-loop"),
 ]
 

@@ -356,7 +356,9 @@ class TestFusedPath:
 
 class TestCopies:
     @pytest.mark.thinned(of=2)
-    @pytest.mark.parametrize("mode", ["light", "plus", "full", "compact", {"exp_avg": None}])
+    @pytest.mark.parametrize(
+        "mode", ["light", "plus", "full", "compact", "compact4", {"exp_avg": None}]
+    )
     @pytest.mark.parametrize("stepped", [False, True])
     def test_a_deep_copy_is_in_the_same_mode(self, mode, stepped):
         model, optimizer = build(mode=mode)
@@ -382,7 +384,9 @@ class TestCopies:
 
 
 @pytest.mark.thinned(of=2)
-@pytest.mark.parametrize("mode", ["light", "plus", "full", "compact", {"exp_avg": mcf.bf16x3}])
+@pytest.mark.parametrize(
+    "mode", ["light", "plus", "full", "compact", "compact4", {"exp_avg": mcf.bf16x3}]
+)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_pickled_optimizer_keeps_its_mode(mode, steps):
     def train(model, optimizer, seed):

@@ -156,7 +156,9 @@ def test_counts_and_salts_begin_anew():
 
 
 @pytest.mark.thinned(of=2)
-@pytest.mark.parametrize("mode", ["light", "plus", "full", "compact", {"exp_avg": mcf.bf16i16}])
+@pytest.mark.parametrize(
+    "mode", ["light", "plus", "full", "compact", "compact4", {"exp_avg": mcf.bf16i16}]
+)
 def test_a_mode_is_kept(mode):
     model, optimizer = trained(mcf.bf16i8, mode=mode)
     kinds = [getattr(x, "format", x.dtype) for x in optimizer.state[model[0].weight].values()]

@@ -106,7 +106,7 @@ def test_a_run_in_float32_goes_on_with_its_bits(case):
 
 
 @pytest.mark.thinned(of=36)
-@pytest.mark.parametrize("mode", ["light", "plus", "full", "compact", None])
+@pytest.mark.parametrize("mode", ["light", "plus", "full", "compact", "compact4", None])
 @pytest.mark.parametrize(("cls", "flags"), CASES)
 def test_in_every_mode_updates_go_on(cls, flags, mode):
     """Near those of float64 from the same parameters and states, far nearer than plain bf16."""
@@ -136,7 +136,7 @@ def test_in_every_mode_updates_go_on(cls, flags, mode):
         moved[kind] = torch.cat([exact(p.detach()).flatten() for p in own]) - start
     wide = moved[torch.float64]
     error, plain = (float((moved[k] - wide).norm() / wide.norm()) for k in ("ours", torch.bfloat16))
-    assert error < {"compact": 0.08, "light": 0.01}.get(mode, 0.004)
+    assert error < {"compact": 0.08, "compact4": 0.5, "light": 0.01}.get(mode, 0.004)
     assert plain > 0.5
 
 
