@@ -2,11 +2,11 @@
 
     python benchmarks/host.py --elements 1e9 --out benchmarks/results/host.json
 
-Each contender has a process of its own, which has all memory to itself; the processes take turns. A
-step begins with bf16 gradients on the host and ends with bf16 weights that can go up. Float32 has
-master weights and states on the CPU: gradients are converted, torch's fused AdamW (or DeepSpeed's
-CPUAdam, where its package is installed) steps, and the weights are rounded, tensor by tensor, so
-that temporaries stay small. The bytes are those that the operating system counts.
+Each contender has a process of its own, one after the other, which has all memory to itself. A step
+begins with bf16 gradients on the host and ends with bf16 weights that can go up. Float32 has master
+weights and states on the CPU: a gradient is converted, in memory that stays; torch's fused AdamW (or
+DeepSpeed's CPUAdam, where its package is installed) steps; the weight is rounded; and so on, tensor
+by tensor. The bytes are those that the operating system counts.
 
 The model of the link: a gradient goes down as backward makes it, and its step begins when it has
 arrived; leading terms go up after it. With the step in backward the three overlap, and what remains
@@ -64,10 +64,11 @@ def in_float32(make: Callable[[Any], torch.optim.Optimizer], matrices: Any) -> C
     """Steps over float32 master weights, tensor by tensor."""
     masters = [nn.Parameter(p.detach().float()) for p in matrices]
     optimizers = [make([master]) for master in masters]
+    gradient = torch.empty_like(masters[0])  # made once: new memory costs more than the step
 
     def step() -> None:
         for p, master, optimizer in zip(matrices, masters, optimizers, strict=True):
-            master.grad = p.grad.float()
+            master.grad = gradient.copy_(p.grad)
             optimizer.step()
             master.grad = None
             p.data.copy_(master.data)
@@ -97,10 +98,12 @@ def work(name: str, count: int, threads: int, connection: Connection) -> None:
     gc.collect()
     before = resident()
     matrices = []
+    drawn = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     for _ in range(count):
-        p = nn.Parameter(torch.empty(SIDE, SIDE, dtype=torch.bfloat16).normal_(std=0.02))
-        p.grad = torch.empty_like(p).normal_(std=1e-3)
+        p = nn.Parameter((0.02 * drawn).bfloat16())
+        p.grad = (1e-3 * drawn.T).bfloat16().contiguous()
         matrices.append(p)
+    del drawn
     try:
         step = CONTENDERS[name](matrices)
         step()
