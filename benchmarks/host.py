@@ -4,9 +4,9 @@
 
 Each contender has a process of its own, one after the other, which has all memory to itself. A step
 begins with bf16 gradients on the host and ends with bf16 weights that can go up. Float32 has master
-weights and states on the CPU: a gradient is converted, in memory that stays; torch's fused AdamW (or
-DeepSpeed's CPUAdam, where its package is installed) steps; the weight is rounded; and so on, tensor
-by tensor. The bytes are those that the operating system counts.
+weights and states on the CPU: a gradient is converted, in memory that stays; torch's fused AdamW
+(or DeepSpeed's CPUAdam, where its package is installed) steps; the weight is rounded; and so on,
+tensor by tensor. The bytes are those that the operating system counts.
 
 The model of the link: a gradient goes down as backward makes it, and its step begins when it has
 arrived; leading terms go up after it. With the step in backward the three overlap, and what remains
