@@ -18,6 +18,7 @@ With ATEN_CPU_CAPABILITY=avx2 in the environment, PyTorch and the library take v
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import multiprocessing
@@ -116,6 +117,7 @@ def work(name: str, count: int, threads: int, connection: Connection) -> None:
         step()
         connection.send(time.perf_counter() - start)
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that is free, and that the C library keeps
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     connection.send((resident() - before, peak))
 
