@@ -84,12 +84,11 @@ class HostWeights(_Part, Handle):
         staging_bytes: int,
     ) -> None:
         super().__init__()
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        self._model: Callable[[], nn.Module | None] = weakref.ref(inner)
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
         self._names = names
         self._host = {p: nn.Parameter(on_local(_to_host, p.detach())) for p in names}
-        copied: dict[nn.Module, _Part] = {inner: self}
-        _build(inner, copied, self._host)
+        copied: dict[nn.Module, _Part] = {model: self}
+        _build(model, copied, self._host)
         convert(self)
         for p, host in self._host.items():
             if host.dtype != p.dtype:
@@ -167,9 +166,9 @@ class HostWeights(_Part, Handle):
     def _take_over(self, p: Tensor) -> None:
         own, host = local(p.detach()).to("cpu"), local(self._host[p])
         changed = _bits(own) != _bits(_leading(host))
-        if changed.any() and not self._is_sent(p):
-            raise self._is_torn(p)
         if changed.any():
+            if not self._is_sent(p):
+                raise self._is_torn(p)
             host[changed] = own[changed]
         self._note(p)
 
@@ -483,7 +482,8 @@ def weights(
     if not staging_bytes > 0:
         raise ValueError(f"mcf.host.weights: staging_bytes={staging_bytes!r}; give bytes above 0")
     require_own_gradients("mcf.host.weights", model)
-    names = trained(model.module if isinstance(model, DistributedDataParallel) else model)
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    names = trained(inner)
     base = bf16x2.dtype if format is None else require_format(format, "mcf.host.weights").dtype
     if not overrides and not any(p.dtype == base for p in names):
         raise ValueError(
@@ -514,7 +514,7 @@ def weights(
     plain = {name: None for p, name in names.items() if p.dtype != base}
     chosen: Overrides = {**(overrides or {}), **plain}
     host = HostWeights(
-        model,
+        inner,
         names,
         lambda part: as_expansion(part, format, overrides=chosen, lr=lr),
         staging_bytes,

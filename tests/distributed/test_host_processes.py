@@ -5,48 +5,27 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 
 import mcftensor as mcf
 from support.helpers import assert_same_bits
-from support.on_host import OPTIMIZERS
+from support.on_host import OPTIMIZERS, assert_follows, own
 from support.ranks import on_ranks
+from support.sharded import Network, by_blocks
 
 
-class Network(nn.Module):
-    """Blocks that are sharded each for itself, and parameters of the root."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(7, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
-        self.norm = nn.LayerNorm(8)
-        self.to(torch.bfloat16)
-
-    def forward(self, tokens):
-        x = self.table(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.linear(self.norm(x), self.table.weight)
-
-
-def sharded(model, **options):
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+def network():
+    model = Network().bfloat16()
+    del model.unused  # DistributedDataParallel waits for its gradients
+    return model
 
 
 def backward(model, step):
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     tokens = torch.randint(7, (3, 5), generator=generator)
     model(tokens).float().square().mean().backward()
-
-
-def own(x):
-    return getattr(x, "_local_tensor", x)
 
 
 def train(model, weights, optimizer, steps=range(4), clip=False):
@@ -60,11 +39,6 @@ def train(model, weights, optimizer, steps=range(4), clip=False):
     return [own(p.detach()) for p in weights.parameters()], states
 
 
-def assert_follows(model, host):
-    for p, h in zip(model.parameters(), host.parameters(), strict=True):
-        assert torch.equal(own(p), own(h).compute_tensor)
-
-
 def released(weights, optimizer):
     mcf.step_in_backward(weights, optimizer, bucket_bytes=0)
 
@@ -75,11 +49,11 @@ def released(weights, optimizer):
 def test_fully_shard(optimizer, way):
     found = []
     for on_host in (True, False):
-        model = Network()
+        model = network()
         if on_host:
-            weights = mcf.host.weights(sharded(model), mcf.bf16i16)
+            weights = mcf.host.weights(by_blocks(model), mcf.bf16i16)
         else:
-            weights = sharded(mcf.as_expansion(model, mcf.bf16i16))
+            weights = by_blocks(mcf.as_expansion(model, mcf.bf16i16))
         its = OPTIMIZERS[optimizer](weights.parameters())
         if way == "in backward":
             released(weights, its)
@@ -98,7 +72,7 @@ def test_fully_shard(optimizer, way):
 def test_distributed_data_parallel(way):
     found = []
     for on_host in (True, False):
-        model = Network()
+        model = network()
         if not on_host:
             mcf.as_expansion(model, mcf.bf16i16)
         parallel = DDP(model)
@@ -116,7 +90,7 @@ def test_distributed_data_parallel(way):
 @on_ranks(2)
 def test_states_of_shards_are_resumed():
     make = OPTIMIZERS["fused compact"]
-    model = sharded(Network())
+    model = by_blocks(network())
     host = mcf.host.weights(model, mcf.bf16i8)
     optimizer = make(host.parameters())
     train(model, host, optimizer, range(2))
@@ -129,7 +103,7 @@ def test_states_of_shards_are_resumed():
     ]
     expected = train(model, host, optimizer, range(2, 4))
 
-    again = sharded(Network())
+    again = by_blocks(network())
     host = mcf.host.weights(again, mcf.bf16i8)
     optimizer = make(host.parameters())
     set_model_state_dict(host, saved[0])
@@ -140,23 +114,23 @@ def test_states_of_shards_are_resumed():
 
 @on_ranks(2)
 def test_offloaded_shards_are_copied_once_more():
-    model = sharded(Network(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model = by_blocks(network(), offload_policy=CPUOffloadPolicy(pin_memory=False))
     host = mcf.host.weights(model, mcf.bf16i16)
     found = train(model, host, OPTIMIZERS["fused compact"](host.parameters()))
     assert_follows(model, host)
-    other = sharded(mcf.as_expansion(Network(), mcf.bf16i16))
+    other = by_blocks(mcf.as_expansion(network(), mcf.bf16i16))
     assert_same_bits(found, train(other, other, OPTIMIZERS["fused compact"](other.parameters())))
 
 
 @on_ranks(2)
 def test_what_is_refused():
-    model = Network()
+    model = network()
     with pytest.raises(ValueError, match="FullyShardedDataParallel keeps gradients"):
-        mcf.host.weights(FullyShardedDataParallel(Network(), device_id=torch.device("cpu")))
+        mcf.host.weights(FullyShardedDataParallel(network(), device_id=torch.device("cpu")))
     with pytest.raises(ValueError, match="find_unused_parameters=True"):
-        mcf.host.weights(DDP(Network(), find_unused_parameters=True))
+        mcf.host.weights(DDP(network(), find_unused_parameters=True))
     with pytest.raises(ValueError, match="call it with the DistributedDataParallel itself"):
-        mcf.host.weights(nn.Sequential(DDP(Network())))
+        mcf.host.weights(nn.Sequential(DDP(network())))
     mcf.host.weights(model)
     with pytest.raises(ValueError, match="call it with the DistributedDataParallel itself"):
         DDP(model)

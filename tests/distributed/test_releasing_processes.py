@@ -10,40 +10,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.checkpoint import checkpoint
 
 import mcftensor as mcf
 from support.helpers import assert_same_bits
 from support.ranks import on_ranks
-
-
-class Network(nn.Module):
-    """Blocks that are sharded each for itself, and parameters of the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(7, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
-        self.norm = nn.LayerNorm(8)
-        self.unused = nn.Linear(2, 2)
-        self.checkpointed = False
-
-    def forward(self, tokens):
-        x = self.table(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return nn.functional.linear(self.norm(x), self.table.weight)
-
+from support.sharded import Network, by_blocks
 
 CONVERSIONS = {"expansions": mcf.as_expansion, "plain": nn.Module.bfloat16}
 
 
 def sharded(kind, **options):
-    model = CONVERSIONS[kind](Network())
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return by_blocks(CONVERSIONS[kind](Network()), **options)
 
 
 def loss_of(model, step):
