@@ -26,6 +26,7 @@ sys.path.insert(0, str(HERE))  # mkdocs takes it away again
 import notebooks
 from mathml import MathML
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -50,6 +51,7 @@ FOR_FEW = (
 """Pages that search results show last."""
 COMPOUND = re.compile(r"\b[A-Za-z][a-z0-9]+(?:[A-Z][a-z0-9]*)+\b|\b[A-Z]{2,}[a-z][A-Za-z0-9]*\b")
 PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")
+KEY = re.compile(r"(?<=_str;)(for\(var (\w)=this\.final[^}]*\2=\2\+\w\+\w\.id)")
 RESULT = re.compile(r"\]\((?:\.\./)*benchmarks/results/([\w-]+\.png)\)")
 
 
@@ -92,9 +94,9 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keep figures of tables whole, which browsers break at hyphens as in 1.2e-05. Keep them, and
-    long tables, out of the search: it would find nothing else, and lunr fails at some digits."""
-    html = NUMBER.sub(r'<td class="number" data-search-exclude\1>', html)
+    """Keep figures of tables whole, which browsers break at hyphens as in 1.2e-05. Keep long
+    tables out of the search, which would find nothing else."""
+    html = NUMBER.sub(r'<td class="number"\1>', html)
     return TABLE.sub(
         lambda m: f"<table data-search-exclude{m[1]}" if m[1].count("<tr>") > LONG else m[0], html
     )
@@ -116,6 +118,7 @@ def on_post_build(config: MkDocsConfig) -> None:
     """Words are found by how they begin, so give each section the ends of its compounds as words:
     `dataparallel` and `parallel` of DistributedDataParallel. The changelog has all words, and
     answers no question."""
+    separate_digits(Path(config.site_dir))
     path = Path(config.site_dir) / "search/search_index.json"
     index = json.loads(path.read_text())
     index["docs"] = [x for x in index["docs"] if not x["location"].startswith("changelog")]
@@ -126,6 +129,17 @@ def on_post_build(config: MkDocsConfig) -> None:
         if ends := sorted({end for word in COMPOUND.findall(text) for end in ends_of(word)}):
             section["text"] += f"<p>{' '.join(ends)}</p>"
     path.write_text(json.dumps(index, separators=(",", ":")))
+
+
+def separate_digits(site: Path) -> None:
+    """Give lunr distinct keys for distinct nodes of its graph of words. It joins labels and numbers
+    of nodes, so `a` to 1 and `2` to 3 has the key of `a` to 12 and `3` to …: the two are merged,
+    words appear that no page has, and a query that meets one finds nothing."""
+    [worker] = site.glob("assets/javascripts/workers/search.*.min.js")
+    code, count = KEY.subn(r'\1+","', worker.read_text())
+    if count != 1:
+        raise PluginError("The search of this mkdocs-material joins its keys elsewhere: see KEY.")
+    worker.write_text(code)
 
 
 def ends_of(word: str) -> list[str]:
