@@ -230,7 +230,7 @@ RANDOM = {
     "exp_avg_sq": mcf.ue5m3.with_rounding("stochastic"),
 }
 TORCHAO_4 = [0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1.0]
-FOUR = {"exp_avg": mcf.e3m0.nearest, "exp_avg_sq": mcf.ue4m0.nearest}
+FOUR = {"exp_avg": mcf.q4.nearest, "exp_avg_sq": mcf.ue4.nearest}
 CONTENDERS = [
     ours("bf16i16 (float32)", 8, "full", "fused"),
     ours("bf16 to nearest", 4, "light", "fused"),
@@ -238,7 +238,7 @@ CONTENDERS = [
     ours("mxfp8, ue5m3 stochastic", 2.06, RANDOM, "fused"),
     ours("mxfp8, ue5m3 to nearest", 2.06, NEAREST, "fused"),
     *(ours("compact4", 1.06, "compact4", path) for path in ("fused", "foreach", "for-loop")),
-    ours("e3m0, ue4m0 to nearest", 1.06, FOUR, "fused"),
+    ours("q4, ue4 to nearest", 1.06, FOUR, "fused"),
     *(
         emulated(
             f"{first}, {second} balanced",

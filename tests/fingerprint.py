@@ -47,7 +47,7 @@ STORED = (
 )
 IN_BLOCKS = tuple(
     f.with_rounding(rounding)
-    for f in (mcf.mxfp8, mcf.ue5m3, mcf.e3m0, mcf.ue4m0, mcf.e4m3i8, mcf.e4m3i16)
+    for f in (mcf.mxfp8, mcf.ue5m3, mcf.q4, mcf.ue4, mcf.e4m3i8, mcf.e4m3i16)
     for rounding in ("balanced", "nearest", "stochastic")
 )
 BALANCED = tuple(f.with_rounding("balanced") for f in (mcf.bf16x2, mcf.fp32x2))

@@ -100,7 +100,7 @@ def convert_checkpoint(
             whose rows share scales, vectors are converted to `bf16i16`.
         states: the format of the states, by default the format of the weights. "compact" stands
             for the formats of that mode of `collage`: `mxfp8` for first and `ue5m3` for second
-            moments, also for 16-bit ones; and "compact4" for `e3m0` and `ue4m0`. This rounds them,
+            moments, also for 16-bit ones; and "compact4" for `q4` and `ue4`. This rounds them,
             whether `lossy` or not; other states get the format of the weights.
         optimizer: whether states are converted, too.
         parameters: names of parameters in the order in which the optimizer got them. Needed if

@@ -33,8 +33,8 @@ from mcftensor.formats.format import PlainFormat as PlainFormat
 from mcftensor.formats.format import Rules as Rules
 from mcftensor.formats.format import bytes_of as bytes_of
 from mcftensor.formats.format import named as named
-from mcftensor.formats.four_bits import e3m0 as e3m0
-from mcftensor.formats.four_bits import ue4m0 as ue4m0
+from mcftensor.formats.four_bits import q4 as q4
+from mcftensor.formats.four_bits import ue4 as ue4
 from mcftensor.formats.integer_tails import TailFormat as TailFormat
 from mcftensor.formats.integer_tails import bf16i8 as bf16i8
 from mcftensor.formats.integer_tails import bf16i16 as bf16i16

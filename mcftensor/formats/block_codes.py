@@ -85,26 +85,27 @@ class BlockFormat(StoredFormat):
     def decode(self, stored: Floats) -> Floats:
         """Return one float32: the value of the code times the scale of its block."""
         codes, scales = stored
-        return (self.read(codes.to(torch.int32)) * factors_of(scales, codes),)
+        return (self.read(codes.to(torch.int32), spread(scales, codes).to(torch.int32)),)
 
     def encode(self, number: Sum, noise: Noise | None) -> Floats:
         """Return codes, rounded once, and the smallest scales that fit the largest element."""
         x = number.to_odd()
         magnitude = x.view(torch.int32) & 0x7FFFFFFF
-        scales = self.scale_of(block_max(self.sized(x, magnitude)))
-        return self.written(x, magnitude, spread(scales, x), noise), scales.to(torch.uint8)
+        scales = self.scale_of(self.sized(x, magnitude))
+        codes = self.written(x, magnitude, spread(scales, x), noise)
+        return codes, scales.to(self.components[1].dtype)
 
     @abstractmethod
-    def read(self, codes: Tensor) -> Tensor:
-        """Return the float32 values of codes without scales."""
+    def read(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return the float32 values of codes under scales."""
 
     @abstractmethod
     def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
         """Return patterns of magnitudes; the largest one decides the scale of a block."""
 
     @abstractmethod
-    def scale_of(self, largest: Tensor) -> Tensor:
-        """Return the scale of a block from its largest pattern."""
+    def scale_of(self, patterns: Tensor) -> Tensor:
+        """Return the scale of each block of patterns."""
 
     @abstractmethod
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
@@ -123,22 +124,22 @@ class MXFP8(BlockFormat):
     A. Mishra et al., "Recipes for Pre-training LLMs with MXFP8", 2025, arXiv:2506.08027.
     """
 
-    def read(self, codes: Tensor) -> Tensor:
-        """Return E4M3 values; subnormal ones are multiples of 2^-9."""
+    def read(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return E4M3 values under scales; subnormal ones are multiples of 2^-9."""
         magnitude = codes & 0x7F
         normal = ((magnitude << _LOST) + (120 << 23)).view(torch.float32)
         x = torch.where(magnitude < 8, magnitude.to(torch.float32) * 2.0**-9, normal)
         x = torch.where(magnitude == 0x7F, torch.nan, x)
-        return x.copysign((codes << 24).view(torch.float32))
+        return x.copysign((codes << 24).view(torch.float32)) * _factors(scales)
 
     def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
         """Return the patterns of finite numbers, and 0 for others."""
         return torch.where(magnitude < _INFINITY, magnitude, 0)
 
-    def scale_of(self, largest: Tensor) -> Tensor:
+    def scale_of(self, patterns: Tensor) -> Tensor:
         """Return 2^ceil(log2(largest / 448)); 448 is 1.75 * 2^8."""
         above = (1 << 23) - 1 - (3 << 21)  # carries beyond 1.75
-        exponent = ((largest + above) >> 23) - 8
+        exponent = ((block_max(patterns) + above) >> 23) - 8
         return exponent.maximum(torch.ones_like(exponent))
 
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
@@ -211,15 +212,15 @@ class UE5M3(SecondMoments):
         """1.625 * 2^127, since the last two codes of the largest scale are special values."""
         return 1.625 * 2.0**127
 
-    def read(self, codes: Tensor) -> Tensor:
+    def read(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the codes as bits of a float32: exponent and first bits of the significand."""
         x = ((codes << _LOST) + (96 << 23)).view(torch.float32)
-        return torch.where(codes == 0, 0.0, x)
+        return torch.where(codes == 0, 0.0, x) * _factors(scales)
 
-    def scale_of(self, largest: Tensor) -> Tensor:
+    def scale_of(self, patterns: Tensor) -> Tensor:
         """Return the exponent of the largest number, or the next one."""
         above = (1 << 23) - 1 - (7 << 20)  # carries beyond 1.875
-        exponent = (largest + above) >> 23
+        exponent = (block_max(patterns) + above) >> 23
         exponent = exponent.maximum(torch.ones_like(exponent))
         return torch.where(exponent > _TOP, _TOP, exponent)
 
@@ -237,9 +238,13 @@ class UE5M3(SecondMoments):
 
 def factors_of(scales: Tensor, like: Tensor) -> Tensor:
     """Return the scale of each element of a tensor as a float32."""
-    shared = spread(scales, like).to(torch.int32)
-    exponents = (shared << 23).maximum(torch.full_like(shared, 1 << 22))  # the last is 2^-127
-    return torch.where(shared == _NO_NUMBER, _NAN, exponents).view(torch.float32)
+    return _factors(spread(scales, like).to(torch.int32))
+
+
+def _factors(scales: Tensor) -> Tensor:
+    """Return biased exponents as float32 powers of two."""
+    exponents = (scales << 23).maximum(torch.full_like(scales, 1 << 22))  # the last is 2^-127
+    return torch.where(scales == _NO_NUMBER, _NAN, exponents).view(torch.float32)
 
 
 def e4m3_patterns(y: Tensor, noise: Noise | None) -> Tensor:

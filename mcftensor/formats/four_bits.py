@@ -1,14 +1,15 @@
 """Formats of half a byte an element: codes of four bits, two in a byte, and a scale for each block.
 
-All their numbers are powers of two, so a code is a part of a float32's exponent. The scale is a
-power of two, too. So the numbers that a block can hold are the same under each scale, apart from
-the range. Otherwise a moment would be rounded whenever its block's largest element changed.
+A first moment changes by a tenth in each step and is rounded in each, so its codes have the finest
+numbers for the largest element of the block. A second moment hardly changes in a step. Its numbers
+are powers of two and their halves, whatever the scale. Otherwise it would be rounded whenever the
+largest element of the block changed.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,10 +27,11 @@ from mcftensor.formats.block_codes import (
 )
 from mcftensor.formats.format import SUFFIXES, Component, Format, StoredFormat, named
 from mcftensor.formats.moving import view_of_rows
-from mcftensor.kernels.block_scales import pack, shape_of_packed, unpack
+from mcftensor.kernels.block_scales import block_max, pack, shape_of_packed, unpack
 
 _LOST = 23  # all bits of a float32's significand
 _INFINITY = 0x7F800000
+_SHARES = 28 * (1 + 2.0**-20)  # numbers of a block are not below their codes
 
 
 class PackedCodes(Component):
@@ -56,21 +58,19 @@ class PackedCodes(Component):
 
 
 class FourBitFormat(BlockFormat):
-    """Half a byte for each element, and a byte more for each block of 32 elements of a row."""
+    """Half a byte for each element, and a scale for each block of 32 elements of a row."""
+
+    scale: ClassVar[torch.dtype]
+    """The dtype of a scale."""
 
     def __init__(self, stem: str, rounding: Rounding) -> None:
-        codes, scales = PackedCodes("codes", torch.uint8), Scales("scales", torch.uint8)
+        codes, scales = PackedCodes("codes", torch.uint8), Scales("scales", self.scale)
         StoredFormat.__init__(self, stem, rounding, codes, scales)
 
     @property
     @abstractmethod
     def unpacked(self) -> Format:
         """The format of a byte for tensors with an odd second dimension."""
-
-    @property
-    def precision(self) -> int:
-        """One significant bit."""
-        return 1
 
     @property
     def bytes(self) -> float:
@@ -102,63 +102,93 @@ class FourBitFormat(BlockFormat):
         return [func(codes, shape_of_packed(view)), scales.clone() if own else scales.detach()]
 
 
-class E3M0(FourBitFormat):
-    """Signed codes for first moments: a sign, and a power of two over 7 binades, or zero.
+class Q4(FourBitFormat):
+    """Signed codes for first moments, whose distances grow with the magnitude.
 
-    Code c above 0 is 2^(c - 7) times the scale. The scale is the smallest power of two that no
-    element of the block exceeds. Numbers below the smallest code, 2^-6 of the scale, become it or
-    zero. Infinities and NaNs become NaNs, with the code of -0, and do not affect the rest of their
-    block. Numbers below 2^-126 become zero, and those above 2^127 saturate.
+    A code is a sign and c from 0 to 7, and stands for c (c + 1) / 56 of the scale. The scale is the
+    block's largest element, as bfloat16. So a block reaches from its largest element to a 28th of
+    it, and zero. Infinities and NaNs become NaNs, with the code of -0, and do not affect the rest
+    of their block. Numbers below 2^-126 become zero, and those above 3.39e38 saturate.
     """
+
+    scale = torch.int16
+
+    @property
+    def precision(self) -> int:
+        """Three bits: beside the largest element, numbers differ by a quarter of it."""
+        return 3
 
     @property
     def unpacked(self) -> Format:
         """`mxfp8`."""
         return mxfp8.with_rounding(self.rounding)
 
-    def read(self, codes: Tensor) -> Tensor:
-        """Return the magnitude as an exponent, with the sign."""
-        magnitude = codes & 7
-        x = torch.where(magnitude == 0, 0.0, ((magnitude + 120) << _LOST).view(torch.float32))
+    @property
+    def smallest(self) -> tuple[float, float]:
+        """The smallest scale, and a 28th of it."""
+        return 2.0**-121, 2.0**-121 * torch.tensor(1 / 28, dtype=torch.float32).item()
+
+    @property
+    def largest(self) -> float:
+        """The largest bfloat16."""
+        return torch.finfo(torch.bfloat16).max
+
+    def read(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return the share of the scale, with the sign."""
+        c = codes & 7
+        x = ((c * (c + 1)) >> 1).to(torch.float32) / 28 * (scales << 16).view(torch.float32)
         return torch.where(codes == 8, torch.nan, x.copysign((codes << 28).view(torch.float32)))
 
     def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
-        """Return the patterns of finite numbers, and 0 for others."""
-        return torch.where(magnitude < _INFINITY, magnitude, 0)
+        """Return the patterns of finite normal numbers, and 0 for others."""
+        is_held = (magnitude >= 1 << _LOST) & (magnitude < _INFINITY)
+        return torch.where(is_held, magnitude, 0)
 
-    def scale_of(self, largest: Tensor) -> Tensor:
-        """Return the exponent of the smallest power of two from the largest number on."""
-        return _ceiling(largest, 7)
+    def scale_of(self, patterns: Tensor) -> Tensor:
+        """Return the largest number as bfloat16; codes of numbers below 2^-121 are subnormal."""
+        scale = (block_max(patterns) + 0x8000) >> 16
+        scale = scale.maximum(torch.full_like(scale, 6 << 7))
+        return torch.where(scale > 0x7F7F, 0x7F7F, scale)
 
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
-        """Return the sign and the rounded exponent over the smallest code's."""
-        bits = magnitude + ((133 - scales) << _LOST)
-        is_normal = (magnitude >= 1 << _LOST) & (bits > 0)
-        y = torch.where(is_normal, bits, 0).view(torch.float32)  # over the smallest code
-        moved = y + 1.0
-        small = moved.view(torch.int32) - (1 << _LOST)
-        if noise is None:  # round the sum to odd, so that ties are ties of the number
-            kept = moved - 1.0
-            small = (small - (kept > y).to(torch.int32)) | (kept != y).to(torch.int32)
-        codes = round_off(torch.where(y < 1, small, y.view(torch.int32)), noise, _LOST) - 126
-        codes = torch.where(codes > 7, 7, codes)
-        codes = torch.where(codes > 0, codes | ((x.view(torch.int32) >> 28) & 8), 0)
+        """Return sign and c. It is the last i for which y, in 28ths of the scale, is at least
+        i (i - 1) / 2 + (1 - n) i: beyond i - 1 by the share 1 - n of the step. So it is the whole
+        part of the root of a quadratic equation. The noise n is 1/2 to nearest.
+        """
+        scale = (scales.to(torch.int32) << 16).view(torch.float32)
+        y = self.sized(x, magnitude).view(torch.float32) / scale
+        y = torch.where(y > 1 - 2.0**-8, 1.0, y) * _SHARES  # the largest number stays it
+        d = (
+            torch.zeros_like(y)
+            if noise is None
+            else noise.bits(16).to(torch.float32) * 2.0**-15 - 1
+        )
+        c = (((d * d + 8 * y).sqrt() + d) * 0.5).to(torch.int32)
+        codes = torch.where(c > 0, c | ((x.view(torch.int32) >> 28) & 8), 0)
         return torch.where(magnitude < _INFINITY, codes, 8).to(torch.uint8)
 
 
-class UE4M0(FourBitFormat, SecondMoments):
-    """Unsigned codes for second moments: a power of two over 15 binades, and zero.
+class UE4(FourBitFormat, SecondMoments):
+    """Unsigned codes for second moments: powers of two over 15 binades, and zero; or over 7 binades
+    in half steps, by one and a half.
 
-    Code c above 0 is 2^(c - 15) times the scale, the smallest power of two that no element of the
-    block exceeds. Nonzero numbers below the smallest code, 2^-14 of the scale, are raised to it:
-    only zero becomes zero, as in `ue5m3`. Noise rounds up so that roots are right in the mean.
+    The scale is the smallest even power of two that no element of the block exceeds. Its last bit
+    says which: code c above 0 is 15 - c steps below the scale. Half steps are for blocks whose
+    numbers above zero they all reach. Numbers below the smallest code are raised to it: only zero
+    becomes zero, as in `ue5m3`. Noise rounds up so that roots are right in the mean.
 
     A block with a number above 2^126, an infinity, a NaN or a negative number has the scale 2^127.
     Its finite numbers saturate at 2^125. Code 14 is an infinity. Code 15 is a NaN, and also stands
     for a negative number. No other element becomes one of these.
     """
 
+    scale = torch.uint8
     infinite = 14
+
+    @property
+    def precision(self) -> int:
+        """One significant bit, or two."""
+        return 1
 
     @property
     def unpacked(self) -> Format:
@@ -166,45 +196,56 @@ class UE4M0(FourBitFormat, SecondMoments):
         return ue5m3.with_rounding(self.rounding)
 
     @property
+    def smallest(self) -> tuple[float, float]:
+        """14 binades below the smallest scale."""
+        return 2.0**-125, 2.0**-125
+
+    @property
     def largest(self) -> float:
         """2^125, since the last two codes of the largest scale are special values."""
         return 2.0**125
 
-    def read(self, codes: Tensor) -> Tensor:
-        """Return the codes as exponents."""
-        return torch.where(codes == 0, 0.0, ((codes + 112) << _LOST).view(torch.float32))
+    def read(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return the pattern of the scale, less the steps."""
+        bits = _power(scales) - ((15 - codes) << (_LOST - 1)) * (2 - (scales & 1))
+        return torch.where(codes == 0, 0, bits).view(torch.float32)
 
-    def scale_of(self, largest: Tensor) -> Tensor:
-        """Return the exponent of the smallest power of two from the largest number on."""
-        return _ceiling(largest, 15)
+    def scale_of(self, patterns: Tensor) -> Tensor:
+        """Return the exponent of an even power of two, with the bit for half steps."""
+        exponent = (block_max(patterns) + ((1 << _LOST) - 1)) >> _LOST
+        exponent = (exponent + 1) & -2
+        exponent = exponent.maximum(torch.full_like(exponent, 16))
+        exponent = torch.where(exponent > 254, 254, exponent)
+        above = block_max(torch.where(patterns > 0, _INFINITY - patterns, 0))
+        has_half_steps = _INFINITY - above >= (exponent - 7) << _LOST
+        return exponent | (has_half_steps & (exponent < 254)).to(torch.int32)
 
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
-        """Return the rounded exponents over the scale's."""
-        bits = magnitude if noise is None else _by_roots(magnitude)
-        codes = round_off(bits, noise, _LOST) - scales + 15
-        codes = codes.maximum(torch.ones_like(codes))
+        """Return 15 less the steps below the scale, rounded."""
+        half = scales.to(torch.int32) & 1
+        bits = (15 << _LOST) - (_power(scales) - magnitude) * (1 + half)
+        bits = bits.maximum(torch.full_like(bits, 1 << _LOST))
+        codes = round_off(bits if noise is None else _by_roots(bits, half), noise, _LOST)
         codes = torch.where(codes > 15, 15, codes)
         return self.with_special(codes, x, magnitude, scales)
 
 
-def _ceiling(largest: Tensor, least: int) -> Tensor:
-    """Return the biased exponent of the power of two at or above a pattern, from `least` to 254."""
-    exponent = (largest + ((1 << _LOST) - 1)) >> _LOST
-    exponent = exponent.maximum(torch.full_like(exponent, least))
-    return torch.where(exponent > 254, 254, exponent)
+def _power(scales: Tensor) -> Tensor:
+    """Return the float32 pattern of the power of two of a scale."""
+    return (scales.to(torch.int32) & -2) << _LOST
 
 
-def _by_roots(bits: Tensor) -> Tensor:
-    """Replace the share t of the step between two powers of two by that of the root, to 2 % of the
-    step: t + 3/16 t (1 - t).
+def _by_roots(bits: Tensor, half: Tensor) -> Tensor:
+    """Replace the share t of the step between two numbers by that of the root, to 2 % of the
+    step: t + 3/16 t (1 - t) for powers of two, t + 3/32 t (1 - t) for half steps.
     """
     t = (bits >> 8) & 0x7FFF
-    return bits + ((t * (0x8000 - t)) >> 11) * 3
+    return bits + ((t * (0x8000 - t)) >> 12) * 3 * (2 - half)
 
 
 for _rounding in SUFFIXES:
-    E3M0("e3m0", _rounding).register()
-    UE4M0("ue4m0", _rounding).register()
+    Q4("q4", _rounding).register()
+    UE4("ue4", _rounding).register()
 
-e3m0 = named("e3m0")
-ue4m0 = named("ue4m0")
+q4 = named("q4")
+ue4 = named("ue4")

@@ -214,7 +214,7 @@ _NATIVE = {
     "block_max": (torch.int32,),
     "pack": (torch.uint8,),
     "unpack": (torch.uint8,),
-    "spread": (torch.uint8, torch.int32, torch.bool),
+    "spread": (torch.uint8, torch.int16, torch.int32, torch.bool),
 }
 
 

@@ -64,7 +64,7 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
       some packages and a velocity in others. The largest second moment of AMSGrad rounds to
       nearest. In a for-loop or foreach step that `torch.compile` traces as one graph, states are
       rounded twice, and second moments become 3 % too low at a $\beta_2$ of 0.999;
-    - `"compact4"`: as `"compact"`, with first moments in `e3m0` and second moments in `ue4m0`, of
+    - `"compact4"`: as `"compact"`, with first moments in `q4` and second moments in `ue4`, of
       half a byte. Tensors with an odd second dimension have those of `"compact"`;
     - `"full"`: every state of the parameter's shape is an expansion, also if the optimizer
       creates it from the gradient, like SGD's momentum buffer;

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from mcftensor.formats import Format, bf16i16, e3m0, for_shape, is_vector, mxfp8, ue4m0, ue5m3
+from mcftensor.formats import Format, bf16i16, for_shape, is_vector, mxfp8, q4, ue4, ue5m3
 
 FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer", "grad_avg", "exp_avg_diff", "mu", "m"})
 """Names of states that follow the gradient."""
@@ -28,7 +28,7 @@ WIDE = {
 """States that one byte does not do for, and why."""
 
 
-_OF_BITS = {8: (mxfp8, ue5m3), 4: (e3m0, ue4m0)}
+_OF_BITS = {8: (mxfp8, ue5m3), 4: (q4, ue4)}
 """The formats of first and second moments, by the bits of a code."""
 
 

@@ -366,7 +366,7 @@ class TestOptimizers:
         mcf.checkpoint.convert_checkpoint(tmp_path / "run.pt", tmp_path / "four", states="compact4")
         states = mcf.load_file(tmp_path / "four" / "optimizer.safetensors")
         found = {x.format for x in states.values() if isinstance(x, mcf.MCFTensor)}
-        assert {mcf.e3m0, mcf.ue4m0} <= found
+        assert {mcf.q4, mcf.ue4} <= found
 
     def test_compact_states_may_round_and_weights_may_not(self, tmp_path):
         self.save(tmp_path, lambda model: torch.optim.AdamW(model.parameters()))

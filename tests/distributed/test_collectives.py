@@ -11,7 +11,7 @@ from support.helpers import STORED, assert_same_terms, exact, sample
 from support.ranks import on_ranks
 from support.releases import MEANS_OF_SHARDS
 
-BLOCKS = [mcf.mxfp8, mcf.ue5m3, mcf.ue5m3.nearest, mcf.e3m0, mcf.ue4m0]
+BLOCKS = [mcf.mxfp8, mcf.ue5m3, mcf.ue5m3.nearest, mcf.q4, mcf.ue4]
 FORMATS = [
     *(mcf.bf16x2, mcf.bf16x3, mcf.fp32x2),
     mcf.Format(torch.bfloat16, 2, rounding="stochastic"),

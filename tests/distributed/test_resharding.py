@@ -285,7 +285,7 @@ def check_compact_on_ranks(folder, mode):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("mode", "moments"),
-    [("compact", (mcf.mxfp8, mcf.ue5m3)), ("compact4", (mcf.e3m0, mcf.ue4m0))],
+    [("compact", (mcf.mxfp8, mcf.ue5m3)), ("compact4", (mcf.q4, mcf.ue4))],
 )
 def test_rows_of_blocks_from_two_ranks_to_three_and_to_one(ranks, mode, moments, tmp_path):
     save_compact(ranks, folder=str(tmp_path), mode=mode, moments=moments)

@@ -854,9 +854,9 @@ class TestFacts:
 
     @over()
     def test_printing(self, format):
-        x = mcf.as_expansion(torch.tensor([[1.0, 0.5], [2.0, 0.25]]), format)
+        x = mcf.as_expansion(torch.tensor([[1.0, 0.75], [2.0, 1.5]]), format)
         for shown in (repr(x), str(x)):
-            assert "[1.0000, 0.5000]" in shown
+            assert "[1.0000, 0.7500]" in shown
             assert f"format={format.name}" in shown
         assert f"format={format.name}" in repr(x.to("meta"))
         if makes(format, "parameters"):

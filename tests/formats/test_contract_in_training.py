@@ -116,7 +116,7 @@ class TestSteps:
             "plus": (None, format.of_states),
             "light": (None, None),
             "compact": (mcf.mxfp8, mcf.ue5m3),
-            "compact4": (mcf.e3m0, mcf.ue4m0),
+            "compact4": (mcf.q4, mcf.ue4),
         }[mode]
         found = tuple(getattr(state[n], "format", None) for n in ("exp_avg", "exp_avg_sq"))
         assert found == expected

@@ -19,7 +19,7 @@ from support.kernel_cases import same, way
 
 FORMATS = [
     format.with_rounding(rounding)
-    for format in (mcf.mxfp8, mcf.ue5m3, mcf.e3m0, mcf.ue4m0, mcf.e4m3i8, mcf.e4m3i16)
+    for format in (mcf.mxfp8, mcf.ue5m3, mcf.q4, mcf.ue4, mcf.e4m3i8, mcf.e4m3i16)
     for rounding in ("balanced", "nearest", "stochastic")
 ]
 
@@ -155,7 +155,7 @@ def step_of(weights, mode="compact"):
         optimizer.step()
     states = optimizer.state[p]
     has_halves = mode == "compact4" and p.shape[1] % 2 == 0
-    assert states["max_exp_avg_sq"].format is (mcf.ue4m0 if has_halves else mcf.ue5m3).nearest
+    assert states["max_exp_avg_sq"].format is (mcf.ue4 if has_halves else mcf.ue5m3).nearest
     return [p.detach(), *[x for x in states.values() if x.dim()]]
 
 

@@ -22,7 +22,7 @@ BUDGETS = {
     "checkpoint": 2880,
     "dispatch": 4400,
     "export": 1230,
-    "formats": 2230,
+    "formats": 2275,
     "host": 690,
     "kernels": 4590,
     "meters": 1430,

@@ -17,7 +17,7 @@ FUNCTIONS = (
 )
 FORMATS = (
     "bf16i16 bf16i8 bf16x2 bf16x3 e4m3i16 e4m3i8 fp16i16 fp16i8 fp16x2 fp32x2 fp32x3 fp64x2 "
-    "mxfp8 ue5m3 e3m0 ue4m0"
+    "mxfp8 ue5m3 q4 ue4"
 )
 MODULES = "checkpoint eft errors exact expansion formats functional host meters networks scaling"
 

@@ -37,7 +37,7 @@ Formats of a plugin (`pytest -p module`) are registered before this line is run.
 QUICK = {
     *("bf16x2", "bf16x3", "fp16x2", "fp32x2", "fp64x2", "bf16x2sr", "fp32x2br"),
     *("bf16i16", "bf16i8", "bf16i8sr", "bf16br", "fp16i16", "fp16i8", "e4m3i8", "mxfp8", "ue5m3"),
-    *("e3m0", "ue4m0"),
+    *("q4", "ue4"),
     *("scaled(float16)", "scaled(fp16x2)", "scaled(fp16i8)"),
     *(toy.name for toy in toys.TOYS),
 }
@@ -213,7 +213,7 @@ def floats(x: Tensor) -> list[Tensor]:
     if isinstance(x.format, ScaledTailFormat):
         return [_of_patterns(*stored, x.format.bits)]
     if packs(x.format):
-        return [_of_codes(_in_halves(stored[0]), stored[1], TABLES[x.format.stem])]
+        return [_of_four_bits(_in_halves(stored[0]), stored[1])]
     if is_unsigned(x.format) or x.format.name.startswith("mxfp8"):
         return [_of_codes(*stored, TABLES[x.format.stem])]
     return [part.double() for part in x.format.decode(stored)]  # a toy's own definition
@@ -241,10 +241,15 @@ def _of_halves(stored: list[Tensor], bits: int) -> Tensor:
 
 def _by_block(shared: Tensor, like: Tensor) -> Tensor:
     """E8M0 of each block of 32 elements of a row, for each element."""
+    return torch.exp2(_repeated(shared, like).double() - 127)
+
+
+def _repeated(shared: Tensor, like: Tensor) -> Tensor:
+    """The number of each block of 32 elements of a row, for each element."""
     if not like.numel():
-        return torch.zeros(like.shape, dtype=torch.float64)
-    each = shared.double().view(like.shape[0], -1).repeat_interleave(32, 1)
-    return torch.exp2(each[:, : like[0].numel()].reshape(like.shape) - 127)
+        return torch.zeros(like.shape, dtype=shared.dtype)
+    each = shared.reshape(like.shape[0], -1).repeat_interleave(32, 1)
+    return each[:, : like[0].numel()].reshape(like.shape)
 
 
 def _of_patterns(codes: Tensor, tails: Tensor, shared: Tensor, bits: int) -> Tensor:
@@ -267,6 +272,24 @@ def _of_codes(codes: Tensor, shared: Tensor, table: Tensor) -> Tensor:
     return x
 
 
+def _of_four_bits(codes: Tensor, shared: Tensor) -> Tensor:
+    """Signed, c (c + 1) / 2 parts of 28; or unsigned, whole or half steps below an even power."""
+    c = codes.long()
+    if shared.dtype == torch.int16:
+        share = torch.tensor([0, 1, 3, 6, 10, 15, 21, 28]).float() / 28
+        x = share[c % 8] * _repeated(shared.view(torch.bfloat16).float(), codes)
+        return torch.where(c == 8, torch.nan, x.double() * torch.where(c > 8, -1, 1))
+    scale, steps = _by_block(shared & 254, codes), 15 - c
+    half = _repeated(shared, codes) % 2 == 1
+    x = torch.where(
+        half, (1 - steps % 2 / 4) * 2.0 ** -(steps // 2).double(), 2.0 ** -steps.double()
+    )
+    x = torch.where(c == 0, 0.0, x) * scale
+    is_top = scale == 2.0**127
+    x = torch.where(is_top & (c == 14), torch.inf, x)
+    return torch.where(is_top & (c == 15), torch.nan, x)
+
+
 def _in_halves(packed: Tensor) -> Tensor:
     """The codes of bytes with two of a row, the first one in the last bits."""
     shape = (packed.shape[0], 2 * packed.shape[1], *packed.shape[2:])
@@ -280,16 +303,6 @@ TABLES = {
         [0.0] + [2.0 ** ((c >> 3) - 31) * (1 + (c & 7) / 8) for c in range(1, 256)],
         dtype=torch.float64,
     ),
-    "e3m0": torch.tensor(
-        [
-            0,
-            *[2.0 ** (c - 7) for c in range(1, 8)],
-            math.nan,
-            *[-(2.0 ** (c - 7)) for c in range(1, 8)],
-        ],
-        dtype=torch.float64,
-    ),
-    "ue4m0": torch.tensor([0, *[2.0 ** (c - 15) for c in range(1, 16)]], dtype=torch.float64),
 }
 """What codes are, before they are scaled."""
 

@@ -349,9 +349,7 @@ def test_only_the_balanced_tensors_of_a_list_count():
     assert new[1].writes == 2
 
 
-@pytest.mark.parametrize(
-    "format", [mcf.mxfp8, mcf.ue5m3, mcf.e3m0, mcf.ue4m0], ids=lambda f: f.name
-)
+@pytest.mark.parametrize("format", [mcf.mxfp8, mcf.ue5m3, mcf.q4, mcf.ue4], ids=lambda f: f.name)
 def test_a_deferred_factor_is_rounded_as_the_product_is(format):
     """It is applied when a part is written."""
     deferred = mcf.as_expansion(torch.zeros(4, 64), format)

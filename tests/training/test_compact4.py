@@ -10,50 +10,69 @@ import mcftensor as mcf
 from support.helpers import exact
 from support.optimizers import PATHS
 
-FIRST, SECOND, WIDE = mcf.e3m0, mcf.ue4m0, mcf.bf16i16
+FIRST, SECOND, WIDE = mcf.q4, mcf.ue4, mcf.bf16i16
 FOUR = {"exp_avg": FIRST, "exp_avg_sq": SECOND}
 
 
-def gradients(shape, steps):
+def gradients(shape, steps, spread):
     """Normal, of other sizes for each weight, with a drift."""
     generator = torch.Generator().manual_seed(1)
     sizes, drift = (torch.randn(shape, generator=generator) for _ in range(2))
     for _ in range(steps):
         noise = torch.randn(shape, generator=generator)
-        yield ((noise + 0.3 * drift) * 1e-4 * sizes.exp()).bfloat16()
+        yield ((noise + 0.3 * drift) * 1e-4 * (spread * sizes).exp()).bfloat16()
 
 
-def trained(make, mode, steps=60, shape=(32, 64), held=mcf.bf16i16):
+def trained(make, mode, steps=60, shape=(32, 64), held=mcf.bf16i16, spread=1.0):
     """The optimizer, and by how much its weights moved; in float64 without a mode."""
     start = torch.zeros(shape)
     p = nn.Parameter(start.double() if mode is None else mcf.as_expansion(start, held))
     optimizer = make([p]) if mode is None else mcf.collage(make([p]), mode)
-    for gradient in gradients(shape, steps):
+    for gradient in gradients(shape, steps, spread):
         p.grad = gradient.to(p.dtype)
         optimizer.step()
     return optimizer, exact(p)
+
+
+class Lion(torch.optim.Optimizer):
+    """The sign of a mean of gradient and momentum (X. Chen et al., 2023, arXiv:2302.06675)."""
+
+    def __init__(self, params, lr=1e-4):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                momentum = state.setdefault("exp_avg", torch.zeros_like(p))
+                update = momentum.mul(0.9).add(p.grad, alpha=0.1).sign()
+                p.add_(update, alpha=-group["lr"])
+                momentum.mul_(0.99).add_(p.grad, alpha=0.01)
 
 
 def adamw(**options):
     return lambda ps: torch.optim.AdamW(ps, lr=1e-4, betas=(0.9, 0.999), **options)
 
 
+@pytest.mark.parametrize(("spread", "most"), [(1.0, 0.45), (0.0, 0.2)])
 @pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("path", PATHS)
-def test_moments_are_right_in_the_mean(path):
-    """Of numbers rounded to nearest, second moments stop, and updates are too large."""
-    _, wanted = trained(adamw(foreach=False), None)
-    reference, _ = trained(adamw(foreach=False), "full")
+def test_moments_are_right_in_the_mean(path, spread, most):
+    """Most exact in blocks of like sizes. Of numbers rounded to nearest, second moments stop, and
+    updates are too large."""
+    _, wanted = trained(adamw(foreach=False), None, spread=spread)
+    reference, _ = trained(adamw(foreach=False), "full", spread=spread)
     errors = {}
     modes = {"compact4": "compact4", "nearest": {name: f.nearest for name, f in FOUR.items()}}
     for name, mode in modes.items():
-        optimizer, moved = trained(adamw(**PATHS[path]), mode)
+        optimizer, moved = trained(adamw(**PATHS[path]), mode, spread=spread)
         errors[name] = (moved - wanted).norm() / wanted.norm()
         (own,), (theirs,) = optimizer.state.values(), reference.state.values()
         ratio = (exact(own["exp_avg_sq"]) / exact(theirs["exp_avg_sq"])).median()
         if name == "compact4":
             assert 0.8 < ratio < 1.25
-    assert 0.1 < errors["compact4"] < 0.42
+    assert 0.1 < errors["compact4"] < most
     assert errors["nearest"] > 1.25 * errors["compact4"]
 
 
@@ -63,6 +82,7 @@ def test_moments_are_right_in_the_mean(path):
     [
         (lambda ps: torch.optim.SGD(ps, lr=1, momentum=0.9), {"momentum_buffer": FIRST}),
         (lambda ps: torch.optim.Muon(ps, lr=1e-3), {"momentum_buffer": FIRST}),
+        (Lion, {"exp_avg": FIRST}),
         (lambda ps: torch.optim.NAdam(ps, lr=1e-4), FOUR),
         (lambda ps: torch.optim.Adamax(ps, lr=1e-4), {"exp_avg": FIRST, "exp_inf": SECOND}),
         (lambda ps: torch.optim.RMSprop(ps, lr=1e-4), {"square_avg": SECOND}),
@@ -72,15 +92,15 @@ def test_moments_are_right_in_the_mean(path):
         ),
         (lambda ps: torch.optim.Adagrad(ps, lr=1e-4), {"sum": WIDE}),
     ],
-    ids=["SGD", "Muon", "NAdam", "Adamax", "RMSprop", "AMSGrad", "Adagrad"],
+    ids=["SGD", "Muon", "Lion", "NAdam", "Adamax", "RMSprop", "AMSGrad", "Adagrad"],
 )
 def test_stock_optimizers(make, states):
     """Muon orthogonalizes decoded numbers."""
-    optimizer, moved = trained(make, "compact4")
+    optimizer, moved = trained(make, "compact4", spread=0.3)
     (state,) = optimizer.state.values()
     assert {name: state[name].format for name in states} == states
-    _, wanted = trained(make, None)
-    assert (moved - wanted).norm() < 0.5 * wanted.norm()
+    _, wanted = trained(make, None, spread=0.3)
+    assert (moved - wanted).norm() < 0.3 * wanted.norm()
 
 
 def test_shapes():
@@ -108,9 +128,9 @@ def test_shapes():
         mcf.collage(optimizer, {"exp_avg": SECOND})
 
 
-@pytest.mark.parametrize(("released", "wanted"), [(False, 6.0625), (True, 4.0625)])
+@pytest.mark.parametrize(("released", "wanted"), [(False, 6.09375), (True, 4.09375)])
 def test_bytes_a_parameter(released, wanted):
-    """By storages: 3 of the weight, 2 of the gradient, 17 for 32 of each moment."""
+    """By storages: 3 of the weight, 2 of the gradient, 17 and 18 for 32 of the moments."""
     model = mcf.as_expansion(nn.Linear(256, 128, bias=False), mcf.bf16i8)
     optimizer = mcf.collage(torch.optim.AdamW(model.parameters(), lr=1e-3), "compact4")
     if released:
