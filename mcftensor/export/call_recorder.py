@@ -63,6 +63,7 @@ class Recorder(TorchFunctionMode):
     def __init__(self, region: Region) -> None:
         super().__init__()
         self.stack, self.alive = [region], list[Any]()
+        self.constants: dict[int, Any] = {}  # tensors with one value everywhere, by id
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -75,9 +76,13 @@ class Recorder(TorchFunctionMode):
         if func is Tensor.clone:
             return args[0]  # which nothing changes
         result = func(*args, **kwargs)
+        if func is Tensor.maximum and (least := self.constants.get(id(args[1]))) is not None:
+            func, args, kwargs = Tensor.clamp, args[:1], {"min": least}
         if isinstance(result, Tensor) and not any(result is x for x in args):
             self.alive.append(result)  # so that its id stays its own
             self.stack[-1].steps.append(Applied(func, args, kwargs, result))
+            if func in (torch.ones_like, torch.full_like):
+                self.constants[id(result)] = args[1] if args[1:] else 1
         return result
 
     def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
