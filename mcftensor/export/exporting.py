@@ -487,8 +487,11 @@ def _indented(lines: Sequence[str], margin: int) -> str:
     for line in lines:
         head, equals, value = f"{' ' * margin}{line}".partition(" = ")
         if len(head + equals + value) > WIDTH:
-            is_call = isinstance(ast.parse(value, mode="eval").body, ast.Call)
-            function, _, inner = value[:-1].partition("(") if is_call else ("", "(", value)
+            match ast.parse(value, mode="eval").body:
+                case ast.Call(ast.Name(function)):
+                    inner = value[len(function) + 1 : -1]
+                case _:
+                    function, inner = "", value
             space = " " * (len(head) - len(head.lstrip()))
             found += [f"{head} = {function}(", f"{space}    {inner}", f"{space})"]
         else:

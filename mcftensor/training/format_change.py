@@ -223,8 +223,8 @@ class TrainingConversion:
         given = [model, optimizer, *([mode] if isinstance(mode, Optimizer) else [])]
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer) or given[2:]:
             raise TypeError(
-                f"{where}: got {', '.join(type(x).__name__ for x in given)}; give a module and a "
-                "torch.optim.Optimizer over its parameters. With several optimizers, call it for "
+                f"{where}: got {' and '.join(type(x).__name__ for x in given)}; give a module and "
+                "a torch.optim.Optimizer over its parameters. With several optimizers, call it for "
                 "each of them"
             )
         if current_step() is not None:

@@ -237,9 +237,9 @@ def test_errors_leave_all_as_it_was():
         with pytest.raises(ValueError, match=message):
             call()
     wrong = {
-        "prepare: got Sequential, generator; give a module": (model, model.parameters()),
-        "Sequential, AdamW, SGD; .* several optimizers, call": (model, optimizer, other),
-        "Sequential, list; .* several optimizers, call it for each": (model, [optimizer, other]),
+        "prepare: got Sequential and generator; give a module": (model, model.parameters()),
+        "Sequential and AdamW and SGD; .* several optimizers, call": (model, optimizer, other),
+        "Sequential and list; .* several optimizers, call it for each": (model, [optimizer, other]),
         "passes its steps on to another optimizer": (model, Wrapper(optimizer)),
     }
     for message, arguments in wrong.items():

@@ -470,7 +470,6 @@ def test_logit_of_what_is_clamped_is_that_of_torch(format, eps):
     torch.testing.assert_close(found, torch.logit(x, eps), rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
-
 @by_format
 def test_ends_of_composed_functions(format):
     x = mcf.as_expansion(torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0, math.nan, -math.inf]), format)
