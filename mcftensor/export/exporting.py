@@ -30,9 +30,12 @@ from mcftensor.arithmetic.noise import _STEPS, Balanced, Noise
 from mcftensor.convert import as_expansion
 from mcftensor.export.call_recorder import record_calls
 from mcftensor.export.readable_code import WIDTH, Code, as_source, expression
-from mcftensor.export.simplified_source import folded, statements
+from mcftensor.export.simplified_source import folded, on_terms, statements
 from mcftensor.formats import PLAIN, Format, bf16i8, bf16i16, bf16x2, is_vector, named
+from mcftensor.kernels.columns import regroup
 from mcftensor.options import say
+from mcftensor.passes.expressions import Expression
+from mcftensor.passes.operators import OPERATORS
 from mcftensor.passes.optimizer_steps import RULES, integer_power, numbers_for
 from mcftensor.tensor.components import stored_format_of
 from mcftensor.training.collage import collage
@@ -74,6 +77,7 @@ class _Kind:
         known: names and conditions of the update that are decided.
         rule: the name of the library's rule for fused steps, if there is one.
         settings: the settings of the rule.
+        names: names of states in the update, where they have others.
         functions: the functions of PyTorch that its step calls, else; the last one is the step.
         require: what is checked of a parameter `p` and its `group`, and the error.
     """
@@ -85,6 +89,7 @@ class _Kind:
     known: Mapping[str, Any]
     rule: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     functions: tuple[str, ...] = ()
     require: tuple[str, str] = ("", "")
 
@@ -125,8 +130,9 @@ _KINDS = {
         torch.optim.Muon,
         "lr weight_decay momentum nesterov ns_coefficients eps ns_steps adjust_lr_fn",
         "",
-        _OF_TORCH | dict.fromkeys(("buf", "muon_momentum_bufs[i]"), "momentum_buffer"),
+        _OF_TORCH | {"muon_momentum_bufs[i]": "buf", "param.shape": "p.shape"},
         {"has_complex": False},
+        names={"momentum_buffer": "buf"},
         functions=("_zeropower_via_newtonschulz", "_adjust_lr", "_single_tensor_muon"),
         require=("p.dim() == 2", "give matrices, and other parameters to AdamW"),
     ),
@@ -168,12 +174,6 @@ OPTIONS = $options
 
 
 $functions
-
-
-def read(state, name, decode, like):
-    """Return a state in float32: zeros before the first step."""
-    stored = state.get(name, torch.zeros_like(like))
-    return decode(*stored) if isinstance(stored, tuple) else stored.to(torch.float32)
 
 
 class $name(torch.optim.Optimizer):
@@ -219,6 +219,14 @@ $update
 ''')
 
 
+_READ = '''
+
+def read(state, name, decode, like):
+    """Return a state in float32: zeros before the first step."""
+    stored = state.get(name, torch.zeros_like(like))
+    return decode(*stored) if isinstance(stored, tuple) else stored.to(torch.float32)'''
+
+
 def export(optimizer: str, format: Format) -> str:
     """Return a file with an optimizer over parameters in a format, which needs PyTorch alone.
 
@@ -235,7 +243,7 @@ def export(optimizer: str, format: Format) -> str:
         raise ValueError(f"no file for {optimizer!r}; give one of {', '.join(_KINDS)}")
     if format not in _MODES:
         raise ValueError(f"no file for {format.name}; give bf16i16, bf16x2 or bf16i8")
-    if format is bf16x2 and not kind.rule:
+    if format is bf16x2 and optimizer.lower() == "adafactor":
         raise ValueError(
             f"no file for {optimizer} over bf16x2: it has no fused step, and each of its "
             "operations rounds to two terms. Give --format bf16i16, which is exact"
@@ -265,7 +273,9 @@ class _Export:
         update, prepare = self._update(), self._prepare()
         functions = "\n".join(self.code.lines())
         used = "\n".join([functions, *update])
-        imports = [f"import {name}\n" for name in ("hashlib", "math") if f"{name}." in used]
+        functions += f"\n{_READ}" if "read(" in used else ""
+        modules = ("functools", "hashlib", "math")
+        imports = [f"import {name}\n" for name in modules if f"{name}." in used]
         imports += [*(["\n"] if imports else []), "import torch"]
         begin = "self.names = {p: name for name, p in named_parameters}"
         named = "named_parameters" if self.rounds else "parameters"
@@ -339,11 +349,17 @@ class _Export:
     def _update(self) -> list[str]:
         """Return the lines that take a step of one parameter."""
         lines = ["weight = self.number(p)"]
-        if self.rounds:
+        if self.format.arithmetic == "terms" and not self.kind.rule:
+            lines = ['weight = p, state["tail"]']
+        elif self.rounds:
             lines = ['weight, count = self.number(p), state["count"]', _INDEX]
         for name, f in self.states.items():
+            if f.arithmetic == "terms" and not self.kind.rule:
+                zeros = "(torch.zeros_like(p), torch.zeros_like(p))"
+                lines += [f'{self._name(name)} = state.get("{name}", {zeros})']
+                continue
             decode = "None" if f.is_exact or f.arithmetic == "plain" else self._decoded(f)
-            lines += [f'{name} = read(state, "{name}", {decode}, weight)']
+            lines += [f'{self._name(name)} = read(state, "{name}", {decode}, weight)']
         self._decoded(self.format)
         lines += textwrap.dedent(self.kind.begin).strip().splitlines()
         return [*lines, *(self._of_rule() if self.kind.rule else self._of_torch())]
@@ -406,12 +422,12 @@ class _Export:
         for function in others:
             self.code.add_source(function)
         rounded = [f'p[...], state["tail"] = {self._encoded(self.format, "weight")}']
-        last = [*rounded, *(f'state["{name}"] = {name}' for name in self.states)]
+        last = [*rounded, *(f'state["{name}"] = {self._name(name)}' for name in self.states)]
         if self.rounds:  # each operation rounds
             last = ["count.add_(1)", "weight = self.number(p)"]
             after, last = {"weight": "\n".join([*rounded, *last])}, []
             for name, f in self.states.items():
-                after[name] = "\n".join(self._rounded_state(name, f))
+                after[self._name(name)] = "\n".join(self._rounded_state(name, f))
                 unwritten = expression(write_counts.unwritten, "count", _SALT=write_counts._SALT)
                 given = {"unwritten(count)": unwritten, "name": f'"{name}"'}
                 count = expression(write_counts.count_beside, "count", given=given)
@@ -420,14 +436,51 @@ class _Export:
         options = {name: f'group["{name}"]' for name in kind.options.split()}
         options |= {"lr": 'float(group["lr"])'}
         body, _ = statements(step, kind.known, options | kind.given, after)
+        if self.format.arithmetic == "terms":
+            kinds = {"grad": "tensor"} | dict.fromkeys(
+                ("weight", *map(self._name, self.states)), "terms"
+            )
+            body = on_terms(body, kinds, self._row)
+            last[0] = 'p[...], state["tail"] = weight'
+            lines = ["scalar = functools.partial(p.new_tensor, dtype=torch.float64)"]
         lines += [line for x in body for line in as_source(x).splitlines()]
         if lines[-1] == "weight = self.number(p)":
             del lines[-1]
         return [*lines, *last]
 
-    def _rounded_state(self, name: str, f: Format) -> list[str]:
+    def _row(self, name: str, kinds: tuple[str, ...]) -> str:
+        """Print an operation on operands of some kinds, and return the name of its function."""
+        operation, places = OPERATORS[name].formula(*map(str, range(len(kinds))))
+        lengths = [2 if kind == "terms" else 1 for kind in kinds]
+        examples: dict[str, Tensor] = {}
+        for x, kind in zip("xyz", kinds, strict=False):
+            if kind == "terms":
+                leading, tail = _stored(self.format).values()
+                examples |= {x: leading, f"{x}_tail": tail}
+            elif kind == "tensor":
+                examples[x] = torch.ones(_MATRIX, dtype=torch.bfloat16, device="cpu")
+            else:
+                examples[x] = torch.ones((), dtype=torch.float64, device="cpu")
+
+        def result(*given: Tensor) -> Sequence[Tensor]:
+            own = regroup(given, lengths)
+            number = Expression(operation, self.format).number([own[int(i)] for i in places])
+            return self.format.encode(number, None)
+
+        name += "" if kinds[0] == "terms" else f"_of_{kinds[0]}"
+        parts = list(_stored(self.format))
+        doc = f"Return {_DOCS[operation]} as terms, rounded once."
+        self.code.add(record_calls(name, doc, result, examples, parts, ["formats"]))
+        return name
+
+    def _name(self, state: str) -> str:
+        """Return the name of a state in the update."""
+        return self.kind.names.get(state, state)
+
+    def _rounded_state(self, state: str, f: Format) -> list[str]:
         """Return the lines that round a state, after an operation."""
-        stored, encoded = f'state["{name}"]', self._encoded(f, name).replace("count", "own")
+        name, stored = self._name(state), f'state["{state}"]'
+        encoded = self._encoded(f, name).replace("count", "own")
         rounded = [f"{stored} = {encoded}", f"{name} = {self._decoded(f)}(*{stored})"]
         return [f"{stored} = {name}", f"if not {_IS_VECTOR}:", *_inner(rounded)]
 
@@ -534,6 +587,7 @@ def _stored(f: Format) -> dict[str, Tensor]:
     return dict(zip(names, made, strict=True))
 
 
+_DOCS = {"fma": "x + z * y", "lerp": "x + z * (y - x)", "mul": "x * y"}
 _IS_VECTOR = expression(is_vector, "p.shape")
 _INDEX = "index = torch.arange(p.numel(), device=p.device).view(p.shape).to(torch.int32)"
 

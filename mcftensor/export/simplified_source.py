@@ -154,6 +154,75 @@ def statements(
     return body, []
 
 
+class _OnTerms(ast.NodeTransformer):
+    """Calls functions of terms in place of methods; see `on_terms`."""
+
+    def __init__(
+        self, kinds: Mapping[str, str], function: Callable[[str, tuple[str, ...]], str]
+    ) -> None:
+        self.kinds, self.function = dict(kinds), function
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        match node.value:
+            case ast.Call(ast.Attribute(ast.Name(name) as target, method)) if name in self.kinds:
+                node.value.func = ast.Attribute(target, method.removesuffix("_"))
+                return self.visit_Assign(ast.Assign([target], node.value))
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        self.generic_visit(node)
+        self.kinds[ast.unparse(node.targets[0])] = self._kind(node.value)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        match node:
+            case ast.Call(ast.Attribute(x, method), args, keywords):
+                operands = [x, *args, *(y.value for y in keywords)]
+                kinds = tuple(map(self._kind, operands))
+                if "terms" in kinds:
+                    name = self.function(method, kinds)
+                    self.kinds[name] = "terms"
+                    return ast.Call(ast.Name(name), list(map(self._operand, operands)), [])
+            case ast.Call(ast.Name(), args):
+                node.args = [self._leading(x) if self._kind(x) == "terms" else x for x in args]
+        return node
+
+    def _kind(self, x: ast.expr) -> str:
+        match x:
+            case ast.Name(name) if name in self.kinds:
+                return self.kinds[name]
+            case ast.Call(ast.Name(name)):
+                return self.kinds.get(name, "tensor")
+            case ast.IfExp(_, value, _):
+                return self._kind(value)
+        return "number"
+
+    def _operand(self, x: ast.expr) -> ast.expr:
+        kind = self._kind(x)
+        if kind == "terms":
+            return ast.Starred(x)
+        return x if kind == "tensor" else ast.Call(ast.Name("scalar"), [x], [])
+
+    def _leading(self, x: ast.expr) -> ast.expr:
+        return ast.parse(f"{ast.unparse(x)}[0].clone()", mode="eval").body
+
+
+def on_terms(
+    body: list[ast.stmt],
+    kinds: Mapping[str, str],
+    function: Callable[[str, tuple[str, ...]], str],
+) -> list[ast.stmt]:
+    """Return statements that call functions of terms in place of methods of tensors.
+
+    Args:
+        body: statements with methods of tensors.
+        kinds: what names stand for: `"terms"` of a number, or a `"tensor"`.
+        function: returns the name of a function, of that of a method and the kinds of its operands.
+    """
+    made = _OnTerms(kinds, function)
+    return [made.visit(x) for x in body]
+
+
 def folded(body: list[ast.stmt], results: list[ast.expr]) -> list[ast.stmt]:
     """Return statements that assign different names, without those of names that one other
     statement alone uses."""
