@@ -245,8 +245,8 @@ def export(optimizer: str, format: Format) -> str:
         raise ValueError(f"no file for {format.name}; give bf16i16, bf16x2 or bf16i8")
     if format is bf16x2 and kind is _KINDS["adafactor"]:
         raise ValueError(
-            f"no file for {optimizer} over bf16x2: each of its operations rounds to two terms, norms "
-            "and products of matrices too. Give --format bf16i16, which is exact"
+            f"no file for {optimizer} over bf16x2: each of its operations rounds to two terms, "
+            "norms and products of matrices too. Give --format bf16i16, which is exact"
         )
     text = _Export(optimizer.lower(), kind, format).text()
     if (lines := text.count("\n")) > LONGEST:
