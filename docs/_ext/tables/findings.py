@@ -23,6 +23,7 @@ def findings_stored() -> str:
     rows = [
         (f"`{row[head]}`", f"{row['bytes']}", *(f"{row[c]:.1e}" for c in columns[1:]))
         for row in result["stored"]
+        if not row[head].endswith(("rn", "x4br", "x2s", "x3s"))
     ]
     names = (
         "weights",
@@ -54,7 +55,8 @@ def findings_beta2() -> str:
     result = load("findings-beta2")
     rows = []
     middle = sorted({row["lr"] for row in result["best"]})[1]
-    for row in (row for row in result["best"] if row["lr"] != middle):
+    shown = [row for row in result["best"] if row["lr"] != middle]
+    for row in (row for row in shown if row["strategy"] not in ("plus", "full")):
         losses = [
             f"**{loss:.4f}**" if beta2 == row["beta2"] else f"{loss:.4f}"
             for beta2, loss in zip(result["beta2s"], row["losses"], strict=True)
@@ -79,7 +81,7 @@ def findings_moments() -> str:
             f"{row['displacement_matrices']:.1e}",
         )
         for row in result["cells"]
-        if row["lr"] == lr and row["strategy"] != "master" and row["beta2"] > 0.99
+        if row["lr"] == lr and row["strategy"] != "master" and row["beta2"] > 0.999
     ]
     head = (
         f"lr {rate(lr)}", "beta2", "nats from master weights", "EDQ ratio", "v over exact",
@@ -91,7 +93,14 @@ def findings_moments() -> str:
 def findings_prediction() -> str:
     """Rank correlations of what meters say with what a run loses."""
     result = load("findings-prediction")
-    hidden = ("group", "runs", "lost of v", "|1 − leading ratio|", "|1 − v/exact|")
+    hidden = (
+        "group",
+        "runs",
+        "lost of v",
+        "|1 − leading ratio|",
+        "|1 − v/exact|",
+        "|1 − ratio of v|",
+    )
     predictors = [name for name in result["correlations"][0] if name not in hidden]
 
     def cell(found: dict[str, Any] | None) -> str:
@@ -103,7 +112,7 @@ def findings_prediction() -> str:
     rows = [
         (row["group"], str(row["runs"]), *(cell(row[name]) for name in predictors))
         for row in result["correlations"]
-        if row["runs"] > 12 and row["group"] not in STRATEGIES[2:]
+        if row["group"] in ("all", "without bf16", "bf16")
     ]
     head = ("runs of", "number", *(name.replace("|", "\\|") for name in predictors))
     return table(head, rows) + "\n\n" + machine(result)
@@ -119,6 +128,8 @@ def findings_growth() -> str:
         if row["source"] == "real":
             cells.append(f"{row['second_moment'][-1]:.3f}")
     rows = [(f"{strategy}, {kind}", *cells) for (strategy, kind), cells in found.items()]
+    shown = {f"{name}, vectors" for name in ("bf16", "light", "plus", "master")}
+    rows = [row for row in rows if row[0].endswith("matrices") or row[0] in shown]
     rows.sort(key=lambda row: row[0].partition(", ")[2])
     steps = result["rows"][0]["steps"]
     ends = [f"step {steps[0]}", f"step {steps[-1]:,}"]
@@ -137,20 +148,15 @@ def findings_others() -> str:
         (
             f"{row['optimizer']}, {row['strategy']}",
             rate(row["lr"]),
-            f"{row['validation']:.4f}"
-            if row["strategy"] == "master"
-            else signed(row["gap"], row["gap_half"]),
+            signed(row["gap"], row["gap_half"]),
             number(row["ratio"], ".3f"),
             number(row["lost"] and 100 * row["lost"], ".1f") + " %",
             number(row["displacement_matrices"], ".1e"),
-            number(row["displacement_vectors"], ".1e"),
         )
         for row in result["rows"]
+        if row["strategy"] != "master"
     ]
-    head = (
-        "", "lr", "nats, and from master weights", "EDQ ratio", "lost", "displacement, matrices",
-        "vectors",
-    )  # fmt: skip
+    head = ("", "lr", "nats from master weights", "EDQ ratio", "lost", "displacement")
     return table(head, rows) + "\n\n" + machine(result)
 
 
@@ -184,6 +190,8 @@ def findings_sizes() -> str:
     found: dict[str, list[str]] = {}
     for share in sizes.SHARES:
         for row in (row for row in result["rows"] if row["share"] == share):
+            if row["strategy"] not in (sizes.REFERENCE, "bf16", "plus", "exact"):
+                continue
             is_reference = row["strategy"] == sizes.REFERENCE
             nats = f"{row['validation']:.4f} (lr {rate(row['lr'])})"
             cells = found.setdefault(f"{row['strategy']}, {million(row['million'])}", [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcftensor.patches.table import FIRST, TABLE
+from mcftensor.patches.table import FIRST, TABLE, Patch
 from tables.sources import load, machine, table
 
 
@@ -14,15 +14,16 @@ def patches() -> str:
     # In an order that does not depend on which part of the library was imported first.
     for row in sorted(TABLE, key=lambda row: (row.when != FIRST, row.when, row.name)):
         alike = occasions.setdefault(row.when, {})
-        alike.setdefault((row.why, row.loss, row.before, row.releases), []).append(f"`{row.name}`")
+        alike.setdefault((row.why, row.before, row.releases), []).append(f"`{row.name}`")
     parts = []
     for when, groups in occasions.items():
         parts.append(f"## With {when if when == FIRST else f'`{when}`'}")
-        for (why, loss, before, releases), names in groups.items():
+        for (why, before, releases), names in groups.items():
             package = names[0].strip("`").partition(".")[0]
-            head = f"{', '.join(names)} ({package} {releases})"
+            seen = "" if releases == Patch.releases else f" ({package} {releases})"
+            head = f"{', '.join(names)}{seen}"
             early = f" *It does not wait for an expansion:* {before}" if before else ""
-            parts.append(f"{head}\n:   {why} *Without it,* {loss}{early}")
+            parts.append(f"{head}\n:   {why}{early}")
     return "\n\n".join(parts)
 
 

@@ -154,21 +154,3 @@ def scaling_sizes() -> str:
 
 def _rounded(found: Sequence[float]) -> tuple[float, float]:
     return round(min(found), 1) + 0.0, round(max(found), 1) + 0.0  # no negative zero
-
-
-def rates() -> str:
-    """Loss of compact at other learning rates, and what its steps did."""
-    result = load("pretrain-rates")
-    rows = []
-    for rate, seeds in result["rates"].items():
-        found = [seed["compact"] for seed in seeds.values()]
-        off = [x["compact"]["nats"] - x["master"]["nats"] for x in seeds.values()]
-        moments = [x["witness"]["second_moment"] for x in found]
-        largest = [x["witness"]["largest_run"] / x["witness"]["largest_exact"] for x in found]
-        cells = [f"{x:+.4f}".replace("-", "−") for x in (*off, sum(off) / len(off))]
-        rows.append((rate, *cells, f"{min(moments):.4f}", f"{max(largest):.2f}"))
-    head = (
-        "learning rate", "seed 0", "seed 1", "seed 2", "mean", "second moment, over the exact one",
-        "largest update, over the exact one",
-    )  # fmt: skip
-    return table(head, rows) + "\n\n" + machine(result)
