@@ -44,7 +44,7 @@ TABLE = re.compile(r"<table(>.*?</table>)", re.DOTALL)
 TITLE = re.compile(r"^# .*\n", re.MULTILINE)
 NUMBER = re.compile(r"<td( style=\"[^\"]*\")?>(?=[−+]?\d[^\s<]*( (%|of|±)[^<]*| \([^<]*\))?</td>)")
 FOR_FEW = (
-    *("design/", "contributing", "reference/index", "reference/operators"),
+    *("design/", "guides/extending", "reference/index", "reference/operators"),
     *("findings", "larger", "benchmarks", "speed"),
 )
 """Pages that search results show last."""
