@@ -36,19 +36,3 @@ def delta_cost() -> str:
     ]
     heads = ("fused AdamW step", "take, in steps", "apply, in steps")
     return table(("format", *heads), rows)
-
-
-def increment_bytes() -> str:
-    """By learning rate and format: bytes of an incremental checkpoint over those of a whole one."""
-    found = load("delta_cost")["increments"]
-    rates = list(next(iter(found.values())))
-    kinds = ("weights", "with states")
-    rows = [
-        (
-            f"{float(rate):.0e}",
-            *(percent(x[rate][kind], 0) for x in found.values() for kind in kinds),
-        )
-        for rate in rates
-    ]
-    heads = (f"{name}: {kind}" for name in found for kind in kinds)
-    return table(("lr", *heads), rows)
