@@ -67,29 +67,6 @@ def findings_beta2() -> str:
     return table(head, rows)
 
 
-def findings_moments() -> str:
-    """What beta2 does to second moments, and to the loss beside master weights."""
-    result = load("findings-beta2")
-    lr = min(row["lr"] for row in result["cells"])
-    rows = [
-        (
-            row["strategy"],
-            f"{row['beta2']:g}",
-            signed(row["gap"], row["gap_half"]),
-            f"{row['ratio']:.3f}",
-            f"{row['second_moment']:.3f}",
-            f"{row['displacement_matrices']:.1e}",
-        )
-        for row in result["cells"]
-        if row["lr"] == lr and row["strategy"] != "master" and row["beta2"] > 0.999
-    ]
-    head = (
-        f"lr {rate(lr)}", "beta2", "nats from master weights", "EDQ ratio", "v over exact",
-        "displacement",
-    )  # fmt: skip
-    return table(head, rows) + "\n\n" + machine(result)
-
-
 def findings_prediction() -> str:
     """Rank correlations of what meters say with what a run loses."""
     result = load("findings-prediction")
@@ -128,9 +105,12 @@ def findings_growth() -> str:
         if row["source"] == "real":
             cells.append(f"{row['second_moment'][-1]:.3f}")
     rows = [(f"{strategy}, {kind}", *cells) for (strategy, kind), cells in found.items()]
-    shown = {f"{name}, vectors" for name in ("bf16", "light", "plus", "master")}
-    rows = [row for row in rows if row[0].endswith("matrices") or row[0] in shown]
-    rows.sort(key=lambda row: row[0].partition(", ")[2])
+    left_out = ("full", "tail8")  # between plus and exact
+    rows = [
+        (name.partition(", ")[0], *cells)
+        for name, *cells in rows
+        if name.endswith("matrices") and not name.startswith(left_out)
+    ]
     steps = result["rows"][0]["steps"]
     ends = [f"step {steps[0]}", f"step {steps[-1]:,}"]
     head = ("", *(f"{source}: {x}" for source in ("random", "real") for x in ends), "v over exact")
@@ -150,13 +130,12 @@ def findings_others() -> str:
             rate(row["lr"]),
             signed(row["gap"], row["gap_half"]),
             number(row["ratio"], ".3f"),
-            number(row["lost"] and 100 * row["lost"], ".1f") + " %",
             number(row["displacement_matrices"], ".1e"),
         )
         for row in result["rows"]
         if row["strategy"] != "master"
     ]
-    head = ("", "lr", "nats from master weights", "EDQ ratio", "lost", "displacement")
+    head = ("", "lr", "nats from master weights", "EDQ ratio", "displacement")
     return table(head, rows) + "\n\n" + machine(result)
 
 
@@ -190,7 +169,7 @@ def findings_sizes() -> str:
     found: dict[str, list[str]] = {}
     for share in sizes.SHARES:
         for row in (row for row in result["rows"] if row["share"] == share):
-            if row["strategy"] not in (sizes.REFERENCE, "bf16", "plus", "exact"):
+            if row["strategy"] not in (sizes.REFERENCE, "bf16", "exact"):
                 continue
             is_reference = row["strategy"] == sizes.REFERENCE
             nats = f"{row['validation']:.4f} (lr {rate(row['lr'])})"

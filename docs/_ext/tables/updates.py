@@ -27,14 +27,13 @@ def loaded() -> str:
             f"{row['bytes']:.0f}",
             percent(row["moved"]),
             percent(row["norms moved"]),
-            f"{row['made']:.3f}",
             f"{row['after']:.4f}",
             percent(row["gain"]),
         )
         for row in result["rows"]
     ]
     head = (
-        "", "bytes a parameter", "weights that moved", "norm weights that moved", "movement",
+        "", "bytes a parameter", "weights that moved", "norm weights that moved",
         "nats a byte", "gain",
     )  # fmt: skip
     return table(head, rows) + "\n\n" + machine(result)
