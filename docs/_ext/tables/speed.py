@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from machine_code.catalogue import group_of
 from tables.sources import RESULTS, load, machine, table
 
 PEERS = {
@@ -248,21 +247,6 @@ def compiling() -> str:
     return table(head, rows) + "\n\n" + machine(result)
 
 
-def first_steps() -> str:
-    """Milliseconds until kernels are there."""
-    result = load("first-steps")
-    rows = [
-        (
-            named(name),
-            *(f"{1000 * seconds:.{0 if seconds > 0.02 else 1}f}" for seconds in x.values()),
-        )
-        for name, x in result["contenders"].items()
-        if name in ("torch bf16, fused", "mcf plus, fused", "mcf compact, fused")
-    ]
-    head = ("", "no compiled code, ms", "compiled code at hand, ms", "later steps, ms")
-    return table(head, rows) + "\n\n" + machine(result)
-
-
 def same_path() -> str:
     """Steps over expansions by the path of PyTorch's, over that, on two classes of processors."""
     result, narrow = load("same-path"), load("same-path-avx2")
@@ -313,33 +297,6 @@ def roofline() -> str:
         moved = found["read"] + found["written"]
         rows.append((name, f"{moved:.4g}", *[f"**{c}**" if float(c) > 1 else c for c in cells]))
     return table(("", "bytes", *(n.replace(" (", "<br>(") for n in names)), rows)
-
-
-def compiled_kernels() -> str:
-    """Registers and occupancy of kernels compiled without a device: of some groups, and targets."""
-    targets = load("gpu-kernels")["targets"]
-    shown = ("sm_80", "sm_90", "sm_100", "gfx942")
-    groups = [f"fused steps, {x}" for x in ("bf16x2", "bf16i16", "bf16i8", "bf16x3")]
-    rows = []
-    for group in ("conversions", "exact sums", *groups, "operations, bf16x2", "operations, fp64x2"):
-        of_group = [
-            [x for name, x in targets[t].items() if group_of(name) == group and "failed" not in x]
-            for t in shown
-        ]
-        rows.append((group, f"{max(map(len, of_group))}", *map(_registers, of_group)))
-    faults = [
-        f"{sum('failed' in x or bool(x['faults']) for x in kernels.values())} of {len(kernels)}"
-        for kernels in map(targets.get, shown)
-    ]
-    return table(("", "kernels", *shown), [*rows, ("all: with a fault", "–", *faults)])
-
-
-def _registers(kernels: list[dict[str, Any]]) -> str:
-    """The most of a thread, and the least occupancy."""
-    if not kernels:
-        return "–"
-    most, least = max(x["registers"] for x in kernels), min(x["occupancy"] for x in kernels)
-    return f"{most} ({100 * least:.0f} %)"
 
 
 def gpus() -> str:
