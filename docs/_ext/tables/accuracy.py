@@ -90,23 +90,6 @@ def envelope() -> str:
     return table(head, rows) + "\n\n" + machine(result)
 
 
-def functions() -> str:
-    """Measured errors and times of elementary functions."""
-    result = load("functions")
-    rows = []
-    shown = ("exp", "log", "tanh", "sin", "tan", "sigmoid", "erf", "gelu", "lgamma", "pow", "cbrt")
-    for name in shown:
-        entry = result["functions"][name]
-        worst = [f"{entry['worst'][f]:.3f} of {b:.3f}" for f, b in result["bounds"].items()]
-        time = entry["time"]
-        rows.append((name, *worst, f"{time['fp64x2']:.1f} ({time['ratio']:.0f})"))
-    head = (
-        "worst case, of bound, in uⁿ", *(f"`{f}`" for f in result["bounds"]),
-        "ns, `fp64x2` (over float64)",
-    )  # fmt: skip
-    return table(head, rows) + "\n\n" + machine(result)
-
-
 def formats() -> str:
     """The formats, with bits, bytes and range."""
     rows = [

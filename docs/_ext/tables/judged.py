@@ -60,13 +60,3 @@ def judged_worse() -> str:
                     )
                 )
     return table(("formula", "worse", "at inputs", "mean difference, bits"), rows)
-
-
-def judged_accupy() -> str:
-    """Relative errors of sums and dot products, by condition."""
-    found = _suites()["accupy"]["found"]
-    rows = [
-        (name, *(f"{row['errors'][name]:.0e}" for row in found["rows"]))
-        for name in found["rows"][0]["errors"]
-    ]
-    return table(("condition", *(f"{row['condition']:.0e}" for row in found["rows"])), rows)
