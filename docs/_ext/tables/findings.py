@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from questions import sizes
-from questions.trial import count_parameters
 from tables.sources import load, machine, percent, signed, table
-
-STRATEGIES = ("master", "bf16", "light", "plus", "full", "compact", "exact", "round")
 
 
 def rate(x: float) -> str:
@@ -31,23 +28,6 @@ def findings_stored() -> str:
         *(f"lr {rate(float(c.split()[0]))}, {c.split()[1]}" for c in columns[1:]),
     )
     return table(names, rows) + "\n\n" + machine(result)
-
-
-def findings_trained() -> str:
-    """What trainings with such weights came to."""
-    rows = [
-        (
-            f"`{row['format']}`",
-            f"{row['ratio']:.3f}",
-            percent(row["lost"]),
-            f"{row['displacement_matrices']:.1e}",
-            f"{row['validation']:.4f}"
-            if not row["gap_half"]
-            else signed(row["gap"], row["gap_half"]),
-        )
-        for row in load("findings-eight")["trained"]
-    ]
-    return table(("weights", "EDQ ratio", "lost", "displacement", "nats a byte"), rows)
 
 
 def findings_beta2() -> str:
@@ -139,42 +119,24 @@ def findings_others() -> str:
     return table(head, rows) + "\n\n" + machine(result)
 
 
-def million(x: float) -> str:
-    """Parameters in millions."""
-    return f"{x:.1f} M" if x < 10 else f"{x:.0f} M"
-
-
-def findings_sizes_run() -> str:
-    """Which sizes have run, and how."""
-    result = load("findings-sizes")
-    settings = result["settings"]
-    done = list(dict.fromkeys(million(row["million"]) for row in result["rows"]))
-    every = [million(count_parameters(shape) / 1e6) for shape in sizes.SHAPES]
-    missing = [size for size in every if size not in done]
-    by_count: dict[int, list[str]] = {}
-    for size, most in zip(every, sizes.SEEDS, strict=True):
-        if size in done:
-            by_count.setdefault(min(most, len(settings["seeds"])), []).append(size)
-    seeds = "; ".join(f"{count} of {', '.join(found)}" for count, found in by_count.items())
-    return (
-        f"- Run: {', '.join(done)}; not run: {', '.join(missing) or 'none'}.\n"
-        f"- {settings['steps']} steps of {settings['batch_size']} windows, "
-        f"beta2 {sizes.BETA2:g}. Seeds: {seeds}."
-    )
-
-
 def findings_sizes() -> str:
-    """By size and strategy, at each of both learning rates: the loss, and what updates lose."""
+    """The gap of plain bf16 and what its updates lose, by size, at each of both learning rates."""
     result = load("findings-sizes")
-    found: dict[str, list[str]] = {}
-    for share in sizes.SHARES:
-        for row in (row for row in result["rows"] if row["share"] == share):
-            if row["strategy"] not in (sizes.REFERENCE, "bf16", "exact"):
-                continue
-            is_reference = row["strategy"] == sizes.REFERENCE
-            nats = f"{row['validation']:.4f} (lr {rate(row['lr'])})"
-            cells = found.setdefault(f"{row['strategy']}, {million(row['million'])}", [])
-            cells.append(nats if is_reference else signed(row["gap"], row["gap_half"]))
-            cells.append(percent(row["lost"]))
-    head = ("", "nats, at the best rate", "lost", "nats, at a third of it", "lost")
-    return table(head, [(name, *cells) for name, cells in found.items()]) + "\n\n" + machine(result)
+    found = {(row["share"], row["strategy"], row["million"]): row for row in result["rows"]}
+    best, third = sizes.SHARES
+    columns = [[found[share, "bf16", x] for x in _sizes(result)] for share in (best, third)]
+    masters = [found[best, sizes.REFERENCE, x] for x in _sizes(result)]
+    rows = [
+        ("the best rate", *(rate(row["lr"]) for row in masters)),
+        *(
+            (f"nats above master weights, {at}", *(signed(x["gap"], x["gap_half"], 3) for x in xs))
+            for at, xs in zip(("at it", "at a third of it"), columns, strict=True)
+        ),
+        ("updates lost, at it", *(percent(row["lost"], 0) for row in columns[0])),
+    ]
+    heads = [f"{x:.1f} M" if x < 10 else f"{x:.0f} M" for x in _sizes(result)]
+    return table(("plain bf16", *heads), rows) + "\n\n" + machine(result)
+
+
+def _sizes(result: dict[str, Any]) -> list[float]:
+    return list(dict.fromkeys(row["million"] for row in result["rows"]))

@@ -22,8 +22,8 @@ def by_size() -> list[dict[str, list[Found]]]:
 
 
 def gpt2_losses() -> str:
-    """A table for each size: the loss over the steps, and what the meter says at the end."""
-    return "\n\n".join(losses(rows) for rows in by_size()) or "No run yet."
+    """Of the largest: the loss over the steps, and what the meter says at the end."""
+    return losses(by_size()[0])
 
 
 def losses(rows: dict[str, list[Found]]) -> str:
