@@ -87,23 +87,11 @@ def failures(results: dict[str, Any]) -> str:
     return table(["class", "path: weights", "what it says"], rows)
 
 
-def configurations(results: dict[str, Any]) -> str:
-    """torch's database: the worst of all configurations and paths of a class."""
-    ways = ["fp32", "bf16x2", "bf16x3"]
-    rows = []
-    for name, found in results["configurations"].items():
-        figures = [errors for paths in found.values() for errors in paths.values()]
-        row = [number(worst(x[way] for x in figures)) for way in ways]
-        rows.append([name, f"{len(found)}", *row])
-    return table(["class", "configurations", *ways], rows)
-
-
 def render(page: str, results: dict[str, Any]) -> str:
     """The page with its tables made anew."""
     tables = {package: matrix(results, package) for package in PACKAGES}
     tables |= {
         "failures": failures(results),
-        "configurations": configurations(results),
         "versions": ", ".join(f"{name} {v}" for name, v in results["versions"].items()) + ".",
     }
     for name, text in tables.items():
