@@ -30,23 +30,6 @@ def findings_stored() -> str:
     return table(names, rows) + "\n\n" + machine(result)
 
 
-def findings_beta2() -> str:
-    """Losses of each strategy and learning rate by beta2, and how clear the best one is."""
-    result = load("findings-beta2")
-    rows = []
-    middle = sorted({row["lr"] for row in result["best"]})[1]
-    shown = [row for row in result["best"] if row["lr"] != middle]
-    for row in (row for row in shown if row["strategy"] not in ("plus", "full")):
-        losses = [
-            f"**{loss:.4f}**" if beta2 == row["beta2"] else f"{loss:.4f}"
-            for beta2, loss in zip(result["beta2s"], row["losses"], strict=True)
-        ]
-        second = f"{signed(row['worse'], row['half'])} ({row['second']:g})"
-        rows.append((f"{row['strategy']}, lr {rate(row['lr'])}", *losses, second))
-    head = ("", *(f"beta2 {x:g}" for x in result["beta2s"]), "second best, to the best")
-    return table(head, rows)
-
-
 def findings_prediction() -> str:
     """Rank correlations of what meters say with what a run loses."""
     result = load("findings-prediction")

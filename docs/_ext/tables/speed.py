@@ -195,25 +195,6 @@ def states() -> str:
     return table(head, rows) + "\n\n" + machine(result)
 
 
-def peaks() -> str:
-    """Memory of a step of training."""
-    results = [load(f"train-cpu-{model}") for model in ("1.3M", "124M")]
-    names = [x for x in results[0]["strategies"] if x in results[1]["strategies"]]
-    rows = []
-    for name in names:
-        cells = []
-        for result in results:
-            peak = result["strategies"][name]["peak_bytes"]
-            cells.append(f"{peak / 1e6:,.0f} MB ({peak / result['parameters']:.1f})")
-        rows.append(({"master": "float32 masters", "bf16": "plain bf16"}.get(name, name), *cells))
-    heads = [
-        f"{x['parameters'] / 1e6:,.1f} M parameters, {x['tokens_a_step']:,} tokens a step"
-        for x in results
-    ]
-    note = "In brackets bytes a parameter. "
-    return table(("", *heads), rows) + "\n\n" + machine(results[1], note)
-
-
 def memory_of_training() -> str:
     """The whole training by windows, and what it is of master weights."""
     result = load("train-memory")
@@ -257,17 +238,6 @@ def same_path() -> str:
     ]
     head = ("", *(f"{kind}, {name}" for name in ("AVX-512", "AVX2") for kind in kinds))
     return table(head, rows) + "\n\n" + _of_columns("same-path", "cpu_capability")
-
-
-def threads() -> str:
-    """Steps by the number of threads and processes."""
-    result = load("threads")
-    shown = ("master weights", "torch bf16, fused", "mcf plus, fused", "mcf compact, fused")
-    rows = [
-        (way, *(_of_master(key, found) for key in shown)) for way, found in result["ways"].items()
-    ]
-    names = [named(name).strip("*").replace(", fused", "") for name in shown]
-    return table(("", *names), rows) + "\n\n" + machine(result)
 
 
 def overhead() -> str:
