@@ -40,23 +40,3 @@ def judged_formulas() -> str:
         "more than half",
     )  # fmt: skip
     return table(head, rows)
-
-
-def judged_worse() -> str:
-    """Formulas in which more terms are worse in the mean over the inputs, by a bit or more."""
-    rows = []
-    for suite, shown in SUITES.items():
-        for x in _suites().get(suite, {"found": []})["found"]:
-            for pair, entry in x.get("worse", {}).items():
-                more, less = pair.split(" than ")
-                if entry["mean"] > -1:
-                    continue
-                rows.append(
-                    (
-                        f"{shown}: {x['name']}".replace("|", "\\|"),
-                        f"`{more}` than `{less}`",
-                        f"{entry['inputs worse']} of {entry['inputs']}",
-                        f"{entry['mean']:+.2f}".replace("-", "−"),
-                    )
-                )
-    return table(("formula", "worse", "at inputs", "mean difference, bits"), rows)
