@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -39,6 +40,8 @@ _TYPES = {
 def _constant(number: float, dtype: torch.dtype) -> str:
     if dtype == torch.bool:
         number = -number
+    if COMPUTED[dtype] == torch.int32 and number:
+        return f"as<I>(constant<{number % 2**32}u>())"
     spelled = repr(number) if dtype.is_floating_point else f"{number % 2**64}ull"
     return f"all<{_TYPES[COMPUTED[dtype]]}>({spelled})"
 
@@ -47,6 +50,7 @@ _DIALECT = Dialect(
     types=_TYPES,
     constant=_constant,
     assignment="const auto {name} = {value};",
+    counts=str,
     loaded={torch.uint8: "int32", torch.uint16: "int32"},  # after zeros
     operations=COMMON
     | {
@@ -121,6 +125,9 @@ INLINE V all(T x) {  // a loop would set one lane after the other
   lane = x;
   return lane - V{};
 }
+template <uint32_t X>
+INLINE U constant() { return all<U>(X); }
+CONSTANTS
 template <class V>
 INLINE V counted() {
   V y;
@@ -222,22 +229,22 @@ INLINE U pair(const T *p) {
   return as<U>(in_pairs(both));
 }
 template <class T>
-INLINE U first_of_pair(const T *p) { return pair(p) & 0xffff; }
+INLINE U first_of_pair(const T *p) { return pair(p) & constant<65535u>(); }
 template <class T>
 INLINE U second_of_pair(const T *p) { return pair(p) >> 16; }
-INLINE Pairs paired(U first, U second) { return as<Pairs>((first & 0xffff) | second << 16); }
+INLINE U paired(U first, U second) { return (first & constant<65535u>()) | second << 16; }
 INLINE void store_pairs(const void *) {}
 template <class... P>
 INLINE void store_pairs(uint16_t *p, U first, U second, P... others) {
-  Pairs both = paired(first, second);
+  U both = paired(first, second);
   __builtin_memcpy(p, &both, sizeof both);
   store_pairs(p + 2 * LANES, others...);
 }
 #if defined(__AVX2__) && !defined(__clang__) && LANES == 8
 template <class... P>
 INLINE void store_pairs(uint8_t *p, U a, U b, U c, U d, P... others) {
-  SignedPairs first = as<SignedPairs>(paired(a, b) & 0xff);
-  SignedPairs second = as<SignedPairs>(paired(c, d) & 0xff);
+  SignedPairs first = as<SignedPairs>(paired(a, b) & constant<16711935u>());  // 0xff00ff
+  SignedPairs second = as<SignedPairs>(paired(c, d) & constant<16711935u>());
   Quarters every = as<Quarters>(__builtin_ia32_packuswb256(first, second));
   every = __builtin_ia32_permdi256(every, 0xd8);
   __builtin_memcpy(p, &every, sizeof every);
@@ -246,7 +253,7 @@ INLINE void store_pairs(uint8_t *p, U a, U b, U c, U d, P... others) {
 #endif
 template <class... P>
 INLINE void store_pairs(uint8_t *p, U first, U second, P... others) {
-  Pairs both = paired(first, second);
+  Pairs both = as<Pairs>(paired(first, second));
 #if defined(__AVX512BW__) && !defined(__clang__) && LANES == 16
   auto bytes = __builtin_ia32_pmovwb512_mask(as<SignedPairs>(both), Characters{}, -1);
 #else
@@ -342,8 +349,8 @@ INLINE V greater(V x, V y) {
 }
 template <class V>
 INLINE V lesser(V x, V y) { return x < y ? x : y; }
-INLINE I shifted(I x, I places) { return as<I>(as<U>(x) >> places); }
-INLINE L shifted(L x, L places) { return as<L>(as<UL>(x) >> places); }
+INLINE I shifted(I x, int places) { return as<I>(as<U>(x) >> places); }
+INLINE L shifted(L x, int places) { return as<L>(as<UL>(x) >> places); }
 INLINE F root(F x) {
   for (int k = 0; k < LANES; ++k) x[k] = __builtin_sqrtf(x[k]);
   return x;
@@ -490,6 +497,14 @@ extern "C" void launch(
 """
 
 
+_IN_MEMORY = """\
+#if defined(__AVX2__) && defined(__ELF__) && !defined(__clang__)
+#define IN_MEMORY(x) \\
+  static const U here_##x __asm__("constant_" #x) __attribute__((used)) = {x, x, x, x, x, x, x, x}; \\
+  extern const U there_##x __asm__("constant_" #x) __attribute__((visibility("hidden"))); \\
+  template <> inline __attribute__((always_inline)) U constant<x>() { return there_##x; }
+"""
+
 # The loop's remainder: any elements, or, if blocks share a component, whole blocks.
 _REST = """\
 for (; i + LANES <= end; i += LANES) compute(i, n);
@@ -599,7 +614,20 @@ def source(program: Program, width: int) -> str:
     prelude = BITS + _PRELUDE
     if signature.shared:
         prelude = (_SCHEDULED if waits else "") + prelude + _SHARING
+    in_memory = signature.shared and lanes == 8
+    prelude = prelude.replace("CONSTANTS", _in_memory(prelude + loop) if in_memory else "")
     return f"#define LANES {lanes}\n#define GRAIN {GRAIN}\n{_shuffles(lanes)}{prelude}{loop}"
+
+
+def _in_memory(text: str) -> str:
+    """Return declarations of a program's constants in memory, where instructions find them.
+
+    GCC makes constants of AVX2 in registers, of which it has too few, by two instructions each
+    time. It does not if it cannot see their values.
+    """
+    values = sorted(set(re.findall(r"constant<(\d+u)>", text)))
+    lines = "".join(f"IN_MEMORY({x})\n" for x in values)
+    return f"{_IN_MEMORY}{lines}#endif\n"
 
 
 def _rows(signature: Signature, words: int, numbers: int) -> str:

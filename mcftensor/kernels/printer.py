@@ -59,13 +59,15 @@ class Dialect:
 
     In the text of an operation, `{0}`, `{1}`, ... are its operands and `{type}` is the type of its
     result; other names are words of the `Copy` that is printed. An entry for an operation with the
-    type of its operands takes precedence. Some types' patterns may be loaded as other types.
+    type of its operands takes precedence. Some types' patterns may be loaded as other types. Counts
+    of shifts are constants unless `counts` spells them.
     """
 
     types: Mapping[torch.dtype, str]
     operations: Mapping[Key, str]
     constant: Callable[[float, torch.dtype], str]
     assignment: str
+    counts: Callable[[int], str] | None = None
     loaded: Mapping[torch.dtype, str] = field(default_factory=dict)
 
 
@@ -167,8 +169,12 @@ class Printer:
         of = self.instructions[places[0].index].dtype
         own = of if x.dtype == torch.bool else x.dtype
         if (shift := self._logical_shift(x)) is not None:
-            return self._operation("shift_logical", own, own, *(self._text(o, own) for o in shift))
+            return self._operation(
+                "shift_logical", own, own, self._text(shift[0], own), self._count(shift[1], own)
+            )
         operands = [self._text(o, own) for o in x.operands]
+        if x.name in ("shift_left", "shift_right"):
+            operands[1] = self._count(x.operands[1], own)
         if x.name == "block_max":
             of_each = [self._name("v", places[0].index, suffix) for suffix in self.copy.sharing]
             operands = [", ".join(of_each)]
@@ -203,6 +209,10 @@ class Printer:
         text = operations.get((name, of)) or operations[name]
         type_ = self.dialect.types[COMPUTED[dtype]]
         return text.format(*operands, type=type_, **self.copy.words)
+
+    def _count(self, operand: Any, dtype: torch.dtype) -> str:
+        spell = self.dialect.counts
+        return spell(operand) if spell and isinstance(operand, int) else self._text(operand, dtype)
 
     def _text(self, operand: Any, dtype: torch.dtype) -> str:
         if isinstance(operand, Place):
