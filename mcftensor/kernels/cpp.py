@@ -500,7 +500,8 @@ extern "C" void launch(
 _IN_MEMORY = """\
 #if defined(__AVX2__) && defined(__ELF__) && !defined(__clang__)
 #define IN_MEMORY(x) \\
-  static const U here_##x __asm__("constant_" #x) __attribute__((used)) = {x, x, x, x, x, x, x, x}; \\
+  static const U here_##x __asm__("constant_" #x) __attribute__((used)) = \\
+      {x, x, x, x, x, x, x, x}; \\
   extern const U there_##x __asm__("constant_" #x) __attribute__((visibility("hidden"))); \\
   template <> inline __attribute__((always_inline)) U constant<x>() { return there_##x; }
 """
