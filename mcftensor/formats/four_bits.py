@@ -223,8 +223,8 @@ class UE4(FourBitFormat, SecondMoments):
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
         """Return 15 less the steps below the scale, rounded."""
         half = scales.to(torch.int32) & 1
-        bits = (15 << _LOST) - (_power(scales) - magnitude) * (1 + half)
-        bits = bits.maximum(torch.full_like(bits, 1 << _LOST))
+        below = _power(scales) - magnitude
+        bits = (15 << _LOST) - below.minimum(torch.full_like(below, 15 << _LOST)) * (1 + half)
         codes = round_off(bits if noise is None else _by_roots(bits, half), noise, _LOST)
         codes = torch.where(codes > 15, 15, codes)
         return self.with_special(codes, x, magnitude, scales)
