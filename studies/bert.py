@@ -8,6 +8,8 @@ The runs take hours: the program stops after some minutes, and the same command 
   master, bf16, light, plus, full, exact, compact, released   as in pretrain.py
   kahan    bf16 parameters and states of optimi, with Kahan's sum
   fp16     float32 parameters, float16 by autocast, gradients scaled by GradScaler
+
+If named, compact4 runs too.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ STRATEGIES = (
     "released",
     "fp16",
 )
+OTHERS = ("compact4",)  # run only if named
 
 
 def phases(steps: int) -> tuple[Phase, Phase]:
@@ -113,7 +116,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add_options(parser, "bert", 250)
     options = parser.parse_args(arguments)
-    options.strategies = selected(parser, "strategy", options.strategies, STRATEGIES)
+    options.strategies = selected(parser, "strategy", options.strategies, (*STRATEGIES, *OTHERS))
     return options
 
 

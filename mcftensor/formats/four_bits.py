@@ -136,7 +136,7 @@ class Q4(FourBitFormat):
     def read(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the share of the scale, with the sign."""
         c = codes & 7
-        x = ((c * (c + 1)) >> 1).to(torch.float32) / 28 * (scales << 16).view(torch.float32)
+        x = ((c * (c + 1)) >> 1).to(torch.float32) * (1 / 28) * (scales << 16).view(torch.float32)
         return torch.where(codes == 8, torch.nan, x.copysign((codes << 28).view(torch.float32)))
 
     def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from mcftensor.kernels.eager import indices
 from mcftensor.passes.format_conversion import decode_columns, encode_columns
 
 PARTS = np.array([0, 1, 3, 6, 10, 15, 21, 28], np.float32)
-Q4 = np.array([*PARTS, math.nan, *-PARTS[1:]], np.float32) / np.float32(28)
+Q4 = np.array([*PARTS, math.nan, *-PARTS[1:]], np.float32) * np.float32(1 / 28)
 WHOLE = np.array([0.0, *(2.0 ** (c - 15) for c in range(1, 16))])
 HALF = np.array([0.0, *(2.0**e * x for e in range(-7, 0) for x in (1, 1.5)), 1.0])
 SHAPES = [(4, 64), (3, 6, 7), (1, 2), (2, 34), (5, 32, 3), (2, 0), (0, 8)]

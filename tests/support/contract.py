@@ -276,7 +276,7 @@ def _of_four_bits(codes: Tensor, shared: Tensor) -> Tensor:
     """Signed, c (c + 1) / 2 parts of 28; or unsigned, whole or half steps below an even power."""
     c = codes.long()
     if shared.dtype == torch.int16:
-        share = torch.tensor([0, 1, 3, 6, 10, 15, 21, 28]).float() / 28
+        share = torch.tensor([0, 1, 3, 6, 10, 15, 21, 28]).float() * (1 / 28)
         x = share[c % 8] * _repeated(shared.view(torch.bfloat16).float(), codes)
         return torch.where(c == 8, torch.nan, x.double() * torch.where(c > 8, -1, 1))
     scale, steps = _by_block(shared & 254, codes), 15 - c

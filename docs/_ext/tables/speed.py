@@ -181,7 +181,7 @@ def states() -> str:
     """What moments of one byte lose, and those of others."""
     result = load("states")
     rows = []
-    scenarios = ("beta2 0.999", "beta2 0.95", "one gradient x 3000", "2 % not zero")
+    scenarios = ("one size", "beta2 0.999", "beta2 0.95", "one gradient x 3000", "2 % not zero")
     for name, found in result["moments"].items():
         if "emulated" in name or name.endswith(("foreach", "for-loop")) or "stochastic" in name:
             continue  # as the classes themselves, and as fused
