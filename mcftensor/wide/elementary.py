@@ -104,7 +104,7 @@ def constant_in(format: Format, value: ConstantOfBits, device: torch.device) -> 
     base = BASES[format.dtype]
     number = value(format.precision + 2 * base.precision) if callable(value) else value
     floats = exact.floats_of(number, base.precision, len(format.components))
-    terms = [torch.tensor(y, dtype=base.dtype, device=device) for y in floats]
+    terms = [torch.full((), y, dtype=base.dtype, device=device) for y in floats]  # no copy there
     return MCFTensor.of(terms, format.nearest)
 
 
