@@ -273,11 +273,11 @@ class _Export:
         """Return the file."""
         update, prepare = self._update(), self._prepare()
         functions = "\n".join(self.code.lines())
-        head, own = "def scalar(x):\n", "    x = like.new_tensor(x, dtype=torch.float64)\n"
+        head, own = "def pair(x):\n", "    x = like.new_tensor(x, dtype=torch.float64)\n"
         before, found, after = functions.partition(head)
         if found:
             doc, _, after = after.partition("\n")
-            functions = f"{before}def scalar(x, like):\n{doc}\n{own}{after}"
+            functions = f"{before}def pair(x, like):\n{doc}\n{own}{after}"
         used = "\n".join([functions, *update])
         functions += f"\n{_READ}" if "read(" in used else ""
         imports = [f"import {name}\n" for name in ("hashlib", "math") if f"{name}." in used]
@@ -450,14 +450,14 @@ class _Export:
             body = on_terms(body, terms, self._row)
             lines = ["grad = grad, torch.zeros_like(grad)"]
             doc, number = (
-                "Return a number as two float32 numbers.",
+                "Return a number as a pair of float32 numbers.",
                 torch.ones((), dtype=torch.float64),
             )
 
             def levels(x: Tensor) -> Sequence[Tensor]:
                 return Machine(torch.float32).of([x]).levels
 
-            self.code.add(record_calls("scalar", doc, levels, {"x": number}))
+            self.code.add(record_calls("pair", doc, levels, {"x": number}))
         lines += [line for x in body for line in as_source(x).splitlines()]
         if lines[-1] == "weight = self.number(p)":
             del lines[-1]

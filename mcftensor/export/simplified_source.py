@@ -68,6 +68,9 @@ class _Simplify(ast.NodeTransformer):
         decided = _decided(node.test)
         return node if decided is None else node.body if decided else node.orelse
 
+    def visit_Assert(self, node: ast.Assert) -> None:
+        return None
+
     def visit_For(self, node: ast.For) -> Any:
         self.generic_visit(node)
         return node.body if ast.unparse(node.iter) == "enumerate(params)" else node
@@ -209,7 +212,7 @@ class _OnTerms(ast.NodeTransformer):
         """Return a call of the function of an operation."""
         self.prints(name)
         self.kinds[name] = "terms"
-        texts = {"terms": "*{}", "tensor": "{0}, torch.zeros_like({0})", "number": "*scalar({}, p)"}
+        texts = {"terms": "*{}", "tensor": "{0}, torch.zeros_like({0})", "number": "*pair({}, p)"}
         given = ", ".join(texts[self._kind(x)].format(ast.unparse(x)) for x in operands)
         return _parsed(f"{name}({given})")
 
@@ -237,7 +240,7 @@ def _parsed(text: str) -> ast.expr:
 def _with_operands(node: ast.Assign) -> list[ast.stmt]:
     """Return an assignment, after one of its longest operand if it is too long for a line."""
     found = [x for x in ast.walk(node.value) if isinstance(x, ast.Starred)]
-    calls = [x for x in found if isinstance(x.value, ast.Call) and "scalar" not in ast.unparse(x)]
+    calls = [x for x in found if isinstance(x.value, ast.Call) and "pair" not in ast.unparse(x)]
     if len(ast.unparse(ast.fix_missing_locations(node))) <= _LONGEST or not calls:
         return [node]
     longest = max(calls, key=lambda x: len(ast.unparse(x)))
