@@ -129,7 +129,7 @@ def loop_of(program: Program, target: InstructionSet, scratch: Path) -> Loop:
     subprocess.run(command, cwd=scratch, check=True, capture_output=True, env=os.environ | caches)
     lines = _largest_loop((scratch / "kernel.s").read_text().splitlines(), assembly)
     (lanes,) = re.findall(r"#define LANES (\d+)", source)
-    (blocks,) = re.findall(r"for \(; i \+ (\d+) \* LANES <= end", source)
+    (blocks,) = re.findall(r"i \+ (\d+) \* LANES <= end", source)
     elements = int(lanes) * int(blocks)
     counts = Counter(kind for line in lines for kind in _kinds(line))
     on_stack = [x for x in lines if assembly.vector.search(x) and assembly.stack.search(x)]

@@ -6,17 +6,24 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 
 class _Simplify(ast.NodeTransformer):
-    """Puts constants for names, and takes the choices that they decide."""
+    """Puts constants and expressions for names, and takes the choices that they decide."""
 
-    def __init__(self, known: Mapping[str, Any], stored: Collection[str] = ()) -> None:
-        self.known, self.stored = known, stored
+    def __init__(
+        self, known: Mapping[str, Any], given: Mapping[str, str], after: Mapping[str, str]
+    ) -> None:
+        self.known, self.given, self.after = known, given, after
+
+    def visit(self, node: ast.AST) -> Any:
+        text = self.given.get(ast.unparse(node)) if isinstance(node, ast.expr) else None
+        return super().visit(node) if text is None else ast.parse(text, mode="eval").body
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         is_read = isinstance(node.ctx, ast.Load) and node.id in self.known
@@ -40,7 +47,8 @@ class _Simplify(ast.NodeTransformer):
             case ast.Call(func=ast.Name("_to_scalar"), args=[x]):
                 return x
             case ast.Call(func=ast.Attribute(x, "sqrt"), args=[]):
-                return ast.Call(ast.Name("sqrt"), [x], [])
+                root = ast.parse(self.given["x.sqrt()"], mode="eval").body
+                return _Simplify({}, {"x": ast.unparse(x)}, {}).visit(root)
         return ast.Constant(False) if ast.unparse(node) == "torch.jit.is_scripting()" else node
 
     def visit_If(self, node: ast.If) -> Any:
@@ -56,6 +64,15 @@ class _Simplify(ast.NodeTransformer):
         self.generic_visit(node)
         decided = _decided(node.test)
         return node if decided is None else node.body if decided else node.orelse
+
+    def visit_For(self, node: ast.For) -> Any:
+        self.generic_visit(node)
+        return node.body if ast.unparse(node.iter) == "enumerate(params)" else node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        is_same = isinstance(node.op, ast.Mult) and ast.unparse(node.right) == "1.0"
+        return node.left if is_same else node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
         self.generic_visit(node)
@@ -73,9 +90,9 @@ class _Simplify(ast.NodeTransformer):
     def visit_Expr(self, node: ast.Expr) -> Any:
         self.generic_visit(node)
         match node.value:
-            case ast.Call(func=ast.Attribute(ast.Name(name), method)) if name in self.stored:
+            case ast.Call(func=ast.Attribute(ast.Name(name), method)) if name in self.after:
                 if method.endswith("_"):
-                    return [node, ast.Expr(ast.Call(ast.Name("store"), [ast.Name(name)], []))]
+                    return [node, *ast.parse(self.after[name]).body]
         return node
 
 
@@ -92,11 +109,18 @@ def _decided(test: ast.expr) -> bool | None:
 
 
 def simplified(
-    function: Callable[..., Any], known: Mapping[str, Any], stored: Collection[str] = ()
+    function: Callable[..., Any],
+    known: Mapping[str, Any],
+    given: Mapping[str, str] | None = None,
+    after: Mapping[str, str] | None = None,
 ) -> ast.FunctionDef:
     """Return the definition of a function, without annotations, checks and what is decided.
 
-    After each change in place of a tensor in `stored`, the printed function calls `store` with it.
+    Args:
+        function: the function.
+        known: values of names and conditions.
+        given: expressions for names and other expressions.
+        after: what follows a change in place, by the name of what is changed.
     """
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     assert isinstance(definition, ast.FunctionDef)
@@ -111,10 +135,108 @@ def simplified(
     if doc:
         line = re.split("; |[.] ", " ".join(doc.partition("\n\n")[0].split()))[0].rstrip(".") + "."
         definition.body[0] = ast.Expr(ast.Constant(line))
-    if stored:
-        own.kwonlyargs.append(ast.arg("store"))
-        own.kw_defaults.append(None)
-    return ast.fix_missing_locations(_Simplify(known, stored).visit(definition))
+    return ast.fix_missing_locations(_Simplify(known, given or {}, after or {}).visit(definition))
+
+
+def statements(
+    function: Callable[..., Any],
+    known: Mapping[str, Any],
+    given: Mapping[str, str],
+    after: Mapping[str, str] | None = None,
+) -> tuple[list[ast.stmt], list[ast.expr]]:
+    """Return the statements of a function, as `simplified` has them, and what it returns."""
+    body = simplified(function, known, given, after).body
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        del body[0]
+    match body[-1]:
+        case ast.Return(ast.Tuple(results)):
+            return body[:-1], results
+    return body, []
+
+
+class _OnTerms(ast.NodeTransformer):
+    """Calls functions of terms in place of methods; see `on_terms`."""
+
+    def __init__(
+        self, kinds: Mapping[str, str], function: Callable[[str, tuple[str, ...]], str]
+    ) -> None:
+        self.kinds, self.function = dict(kinds), function
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        match node.value:
+            case ast.Call(ast.Attribute(ast.Name(name) as target, method)) if name in self.kinds:
+                node.value.func = ast.Attribute(target, method.removesuffix("_"))
+                return self.visit_Assign(ast.Assign([target], node.value))
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        self.generic_visit(node)
+        self.kinds[ast.unparse(node.targets[0])] = self._kind(node.value)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        match node:
+            case ast.Call(ast.Attribute(x, method), args, keywords):
+                operands = [x, *args, *(y.value for y in keywords)]
+                kinds = tuple(map(self._kind, operands))
+                if "terms" in kinds:
+                    name = self.function(method, kinds)
+                    self.kinds[name] = "terms"
+                    return ast.Call(ast.Name(name), list(map(self._operand, operands)), [])
+            case ast.Call(ast.Name(), args):
+                node.args = [self._leading(x) if self._kind(x) == "terms" else x for x in args]
+        return node
+
+    def _kind(self, x: ast.expr) -> str:
+        match x:
+            case ast.Name(name) if name in self.kinds:
+                return self.kinds[name]
+            case ast.Call(ast.Name(name)):
+                return self.kinds.get(name, "tensor")
+            case ast.IfExp(_, value, _):
+                return self._kind(value)
+        return "number"
+
+    def _operand(self, x: ast.expr) -> ast.expr:
+        kind = self._kind(x)
+        if kind == "terms":
+            return ast.Starred(x)
+        return x if kind == "tensor" else ast.Call(ast.Name("scalar"), [x], [])
+
+    def _leading(self, x: ast.expr) -> ast.expr:
+        return ast.parse(f"{ast.unparse(x)}[0].clone()", mode="eval").body
+
+
+def on_terms(
+    body: list[ast.stmt],
+    kinds: Mapping[str, str],
+    function: Callable[[str, tuple[str, ...]], str],
+) -> list[ast.stmt]:
+    """Return statements that call functions of terms in place of methods of tensors.
+
+    Args:
+        body: statements with methods of tensors.
+        kinds: what names stand for: `"terms"` of a number, or a `"tensor"`.
+        function: returns the name of a function, of that of a method and the kinds of its operands.
+    """
+    made = _OnTerms(kinds, function)
+    return [made.visit(x) for x in body]
+
+
+def folded(body: list[ast.stmt], results: list[ast.expr]) -> list[ast.stmt]:
+    """Return statements that assign different names, without those of names that one other
+    statement alone uses."""
+    parts = [*body, *results, *results]
+    used = Counter(x.id for y in parts for x in ast.walk(y) if isinstance(x, ast.Name))
+    given: dict[str, str] = {}
+    kept: list[ast.stmt] = []
+    for x in body:
+        match _Simplify({}, given, {}).visit(x):
+            case ast.Assign([ast.Name(name)], value) if used[name] == 2:
+                given[name] = ast.unparse(value)
+            case statement:
+                kept.append(statement)
+    return kept
 
 
 def literal(x: Any) -> ast.expr:

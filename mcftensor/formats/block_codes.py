@@ -126,10 +126,12 @@ class MXFP8(BlockFormat):
     def read(self, codes: Tensor) -> Tensor:
         """Return E4M3 values; subnormal ones are multiples of 2^-9."""
         magnitude = codes & 0x7F
-        normal = ((magnitude << _LOST) + (120 << 23)).view(torch.float32)
-        x = torch.where(magnitude < 8, magnitude.to(torch.float32) * 2.0**-9, normal)
-        x = torch.where(magnitude == 0x7F, torch.nan, x)
-        return x.copysign((codes << 24).view(torch.float32))
+        normal = (magnitude << _LOST) + (120 << 23)
+        x = normal.view(torch.float32)
+        small = (x + x - 2.0**-6).view(torch.int32)  # below the normal number for these codes alone
+        bits = small.minimum(normal)
+        bits = torch.where(magnitude == 0x7F, _NAN, bits)
+        return (bits | ((codes & 0x80) << 24)).view(torch.float32)
 
     def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
         """Return the patterns of finite numbers, and 0 for others."""
@@ -144,7 +146,7 @@ class MXFP8(BlockFormat):
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
         """Return the sign and the first bits of the magnitude divided by the scale."""
         unscaled = ((254 - scales) << 23).view(torch.float32)  # 2^127 at most, and normal
-        held = torch.where(magnitude > _MOST, _MOST, magnitude).view(torch.float32)
+        held = magnitude.minimum(torch.full_like(magnitude, _MOST)).view(torch.float32)
         codes = round_off(e4m3_patterns(held * unscaled, noise), noise)
         codes = codes | ((x.view(torch.int32) >> 24) & 0x80)
         return torch.where(magnitude < _INFINITY, codes, 0x7F).to(torch.uint8)
@@ -173,21 +175,25 @@ class SecondMoments(BlockFormat):
         """Return codes times scales; the last two codes of the largest scale are special values."""
         codes, scales = stored
         (x,) = super().decode(stored)
-        is_special = (codes >= self.infinite) & (spread(scales, codes) == _TOP)
         special = torch.where(codes == self.infinite, torch.inf, torch.nan)
-        return (torch.where(is_special, special, x),)
+        top = torch.where(codes >= self.infinite, special, x)
+        return (torch.where(spread(scales, codes) == _TOP, top, x),)
 
     def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
         """Return all patterns; negative numbers and NaNs count as infinite."""
         return torch.where(x >= 0, magnitude, _INFINITY)
 
     def with_special(self, codes: Tensor, x: Tensor, magnitude: Tensor, scales: Tensor) -> Tensor:
-        """Return codes of numbers, given those of finite ones above zero, with special values."""
+        """Return codes of numbers, given those of finite ones, with special values.
+
+        The codes of numbers above zero are at least 1. That of zero may be any up to 1, and is 0.
+        """
         infinite = self.infinite
+        codes = codes.maximum(magnitude.minimum(torch.ones_like(magnitude)))
         top = torch.where(codes < infinite, codes, infinite - 1)
         top = torch.where(x > 0, torch.where(magnitude < _INFINITY, top, infinite), infinite + 1)
-        codes = torch.where(scales == _TOP, top, codes)
-        return torch.where(magnitude == 0, 0, codes).to(torch.uint8)
+        top = torch.where(magnitude == 0, 0, top)
+        return torch.where(scales == _TOP, top, codes).to(torch.uint8)
 
 
 class UE5M3(SecondMoments):
@@ -228,10 +234,8 @@ class UE5M3(SecondMoments):
         exponents = (254 - scales).maximum(torch.ones_like(scales))
         unscaled = (exponents << 23).view(torch.float32)
         y = x.abs() * unscaled
-        is_top = scales == _TOP
-        bits = y.view(torch.int32) - (is_top.to(torch.int32) << 23) - (96 << 23)
+        bits = y.view(torch.int32) - (((scales == _TOP).to(torch.int32) + 96) << 23)
         codes = round_off(bits if noise is None else _by_roots(bits), noise)
-        codes = codes.maximum(torch.ones_like(codes))
         return self.with_special(codes, x, magnitude, scales)
 
 
@@ -254,7 +258,7 @@ def e4m3_patterns(y: Tensor, noise: Noise | None) -> Tensor:
     if noise is None:  # round the sum to odd, so that ties are ties of the number
         kept = moved - least
         small = (small - (kept > y).to(torch.int32)) | (kept != y).to(torch.int32)
-    return torch.where(y < least, small, normal)
+    return small.maximum(normal)  # the small one below the least normal number, else the other
 
 
 def _by_roots(bits: Tensor) -> Tensor:

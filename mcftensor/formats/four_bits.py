@@ -182,7 +182,6 @@ class UE4M0(FourBitFormat, SecondMoments):
         """Return the rounded exponents over the scale's."""
         bits = magnitude if noise is None else _by_roots(magnitude)
         codes = round_off(bits, noise, _LOST) - scales + 15
-        codes = codes.maximum(torch.ones_like(codes))
         codes = torch.where(codes > 15, 15, codes)
         return self.with_special(codes, x, magnitude, scales)
 

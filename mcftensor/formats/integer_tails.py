@@ -114,7 +114,10 @@ class TailFormat(Format):
 
     def decode(self, stored: Floats) -> Floats:
         """Return one float32."""
-        bits = stored[0].view(torch.int16).to(torch.int32) << 16
+        if self._is_half:
+            bits = stored[0].view(torch.int16).to(torch.int32) << 16
+        else:
+            bits = stored[0].to(torch.float32).view(torch.int32)
         if self.bits:
             bits = bits + (stored[1].to(torch.int32) << (16 - self.bits))
         return (float16_patterns.float32_of(bits) if self._is_half else bits.view(torch.float32),)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -39,6 +40,8 @@ _TYPES = {
 def _constant(number: float, dtype: torch.dtype) -> str:
     if dtype == torch.bool:
         number = -number
+    if COMPUTED[dtype] == torch.int32 and number:
+        return f"as<I>(constant<{number % 2**32}u>())"
     spelled = repr(number) if dtype.is_floating_point else f"{number % 2**64}ull"
     return f"all<{_TYPES[COMPUTED[dtype]]}>({spelled})"
 
@@ -47,6 +50,7 @@ _DIALECT = Dialect(
     types=_TYPES,
     constant=_constant,
     assignment="const auto {name} = {value};",
+    counts=str,
     loaded={torch.uint8: "int32", torch.uint16: "int32"},  # after zeros
     operations=COMMON
     | {
@@ -54,8 +58,8 @@ _DIALECT = Dialect(
         ("vector", torch.int64): "load<UL>(in{0} + {i}, n)",
         ("vector", torch.float64): "load<UL>(in{0} + {i}, n)",
         "packed": "unpacked(in{0} + {i} / 2)",
-        "shared": "all<U>(in{0}[{first} / SHARING])",
-        "block_max": "block_max(valid, {0})",
+        "shared": "all<U>(in{0}[{block} / SHARING])",
+        "block_max": "block_max<1>({valid}, {0})",
         "scalar": "entered<{type}>(scalar{0})",
         "index": "counted<L>() + {i}",
         ("index", torch.int32): "counted<I>() + int32_t({i})",
@@ -78,9 +82,10 @@ _IN_PAIRS = dataclasses.replace(
     _DIALECT,
     operations={
         **_DIALECT.operations,
-        "vector": "{half}_of_pair(in{0} + {first})",
-        "index": "counted<L>() * 2 + ({first} + {place})",
-        ("index", torch.int32): "counted<I>() * 2 + int32_t({first} + {place})",
+        "vector": "{half}_of_pair(in{0} + {pair})",
+        "block_max": "block_max<2>({valid}, {0})",
+        "index": "(counted<L>() * 2 + ({inside})) + {block}",
+        ("index", torch.int32): "(counted<I>() * 2 + int32_t({inside})) + int32_t({block})",
     },
 )
 
@@ -120,6 +125,9 @@ INLINE V all(T x) {  // a loop would set one lane after the other
   lane = x;
   return lane - V{};
 }
+template <uint32_t X>
+INLINE U constant() { return all<U>(X); }
+CONSTANTS
 template <class V>
 INLINE V counted() {
   V y;
@@ -139,12 +147,12 @@ using H = Lanes<uint16_t>::type;
 #define SHUFFLES 0
 #endif
 #if SHUFFLES
-typedef uint16_t Halves __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Twice __attribute__((vector_size(4 * LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(2 * LANES)));
 INLINE U wide(H x) { return as<U>(__builtin_shufflevector(x, H{}, BEFORE_ZEROS)); }
 INLINE U wide(B x) { return wide(as<H>(__builtin_shufflevector(x, B{}, BEFORE_ZEROS))); }
 INLINE H narrow(U x) {
-  Halves y = as<Halves>(x);
+  Twice y = as<Twice>(x);
   return __builtin_shufflevector(y, y, EACH_SECOND);
 }
 INLINE B narrow_twice(U x) {
@@ -196,17 +204,63 @@ INLINE void store(T *p, V pattern, int n) {
   else put(to<typename Lanes<T>::type>(pattern));
 }
 
-// Of two vectors of 16 bits each, elements in turn: no pattern has to change its place.
-INLINE U pair(const uint16_t *p) {
-  U both;
-  __builtin_memcpy(&both, p, sizeof both);
-  return both;
+// Of two vectors of 16 bits each, elements in turn: no pattern has to change its place. Bytes gain
+// zeros or lose them, of both vectors at once.
+typedef uint16_t Pairs __attribute__((vector_size(4 * LANES)));
+typedef uint8_t PairsOfBytes __attribute__((vector_size(2 * LANES)));
+typedef short SignedPairs __attribute__((vector_size(4 * LANES)));
+typedef char Characters __attribute__((vector_size(2 * LANES)));
+typedef long long Quarters __attribute__((vector_size(4 * LANES)));
+INLINE Pairs in_pairs(Pairs x) { return x; }
+INLINE Pairs in_pairs(PairsOfBytes x) {
+#if defined(__AVX512BW__) && !defined(__clang__) && LANES == 16
+  return as<Pairs>(__builtin_ia32_pmovzxbw512_mask(as<Characters>(x), SignedPairs{}, -1));
+#elif defined(__AVX2__) && !defined(__clang__) && LANES == 8
+  return as<Pairs>(__builtin_ia32_pmovzxbw256(as<Characters>(x)));
+#else
+  return to<Pairs>(x);
+#endif
 }
-INLINE U first_of_pair(const uint16_t *p) { return pair(p) & 0xffff; }
-INLINE U second_of_pair(const uint16_t *p) { return pair(p) >> 16; }
-INLINE void store_pair(uint16_t *p, U first, U second) {
-  U both = (first & 0xffff) | second << 16;
+template <class T>
+INLINE U pair(const T *p) {
+  typedef T Both __attribute__((vector_size(2 * LANES * sizeof(T))));
+  Both both;
+  __builtin_memcpy(&both, p, sizeof both);
+  return as<U>(in_pairs(both));
+}
+template <class T>
+INLINE U first_of_pair(const T *p) { return pair(p) & constant<65535u>(); }
+template <class T>
+INLINE U second_of_pair(const T *p) { return pair(p) >> 16; }
+INLINE U paired(U first, U second) { return (first & constant<65535u>()) | second << 16; }
+INLINE void store_pairs(const void *) {}
+template <class... P>
+INLINE void store_pairs(uint16_t *p, U first, U second, P... others) {
+  U both = paired(first, second);
   __builtin_memcpy(p, &both, sizeof both);
+  store_pairs(p + 2 * LANES, others...);
+}
+#if defined(__AVX2__) && !defined(__clang__) && LANES == 8
+template <class... P>
+INLINE void store_pairs(uint8_t *p, U a, U b, U c, U d, P... others) {
+  SignedPairs first = as<SignedPairs>(paired(a, b) & constant<16711935u>());  // 0xff00ff
+  SignedPairs second = as<SignedPairs>(paired(c, d) & constant<16711935u>());
+  Quarters every = as<Quarters>(__builtin_ia32_packuswb256(first, second));
+  every = __builtin_ia32_permdi256(every, 0xd8);
+  __builtin_memcpy(p, &every, sizeof every);
+  store_pairs(p + 4 * LANES, others...);
+}
+#endif
+template <class... P>
+INLINE void store_pairs(uint8_t *p, U first, U second, P... others) {
+  Pairs both = as<Pairs>(paired(first, second));
+#if defined(__AVX512BW__) && !defined(__clang__) && LANES == 16
+  auto bytes = __builtin_ia32_pmovwb512_mask(as<SignedPairs>(both), Characters{}, -1);
+#else
+  auto bytes = to<PairsOfBytes>(both);
+#endif
+  __builtin_memcpy(p, &bytes, sizeof bytes);
+  store_pairs(p + 2 * LANES, others...);
 }
 
 INLINE F quiet(F x) { return x == x ? x : all<F>(nan); }
@@ -293,8 +347,10 @@ INLINE V greater(V x, V y) {
   larger = y != y ? y : larger;
   return x != x ? x : larger;
 }
-INLINE I shifted(I x, I places) { return as<I>(as<U>(x) >> places); }
-INLINE L shifted(L x, L places) { return as<L>(as<UL>(x) >> places); }
+template <class V>
+INLINE V lesser(V x, V y) { return x < y ? x : y; }
+INLINE I shifted(I x, int places) { return as<I>(as<U>(x) >> places); }
+INLINE L shifted(L x, int places) { return as<L>(as<UL>(x) >> places); }
 INLINE F root(F x) {
   for (int k = 0; k < LANES; ++k) x[k] = __builtin_sqrtf(x[k]);
   return x;
@@ -361,10 +417,15 @@ INLINE I largest(I x) {  // of all lanes, in each lane
     return largest<STEP / 2>(x > y ? x : y);
   }
 }
-template <class... V>
-INLINE I block_max(int32_t valid, V... vectors) {  // the elements from `valid` on count as zeros
-  I most = {}, place = counted<I>();
-  ((vectors &= place < valid, most = most > vectors ? most : vectors, place += LANES), ...);
+struct Every {};
+INLINE I counts(I, Every) { return ~I{}; }
+INLINE I counts(I place, int32_t valid) { return place < valid; }
+template <int TOGETHER, class N, class... V>
+INLINE I block_max(N valid, V... vectors) {  // the elements from `valid` on count as zeros
+  I most = {}, place = counted<I>() * TOGETHER;
+  int k = 0;
+  ((vectors &= counts(place, valid), most = most > vectors ? most : vectors,
+    place += ++k % TOGETHER ? 1 : TOGETHER * LANES - TOGETHER + 1), ...);
   return largest<LANES / 2>(most);
 }
 
@@ -388,7 +449,8 @@ INLINE void pack(uint8_t *p, U pattern) {
 
 _LOOP = """
 static void run(
-    const int64_t *word, const double *number, int64_t count, int64_t begin, int64_t end{valid}) {{
+    const int64_t *word, const double *number,
+    int64_t count, int64_t begin, int64_t end{argument}) {{
 {names}
 {before}
   auto compute = [&](int64_t i, auto n) __attribute__((always_inline)) {{
@@ -397,7 +459,7 @@ static void run(
   struct Whole {{ constexpr operator int() const {{ return LANES; }} }};
   constexpr Whole n;
   int64_t i = begin;
-  for (; i + {vectors} * LANES <= end; i += {vectors} * LANES) {{
+  for (; {whole}i + {vectors} * LANES <= end; i += {vectors} * LANES) {{
 {interleaved}
   }}
 {rest}
@@ -434,6 +496,15 @@ extern "C" void launch(
 }}
 """
 
+
+_IN_MEMORY = """\
+#if defined(__AVX2__) && defined(__ELF__) && !defined(__clang__)
+#define IN_MEMORY(x) \\
+  static const U here_##x __asm__("constant_" #x) __attribute__((used)) = \\
+      {x, x, x, x, x, x, x, x}; \\
+  extern const U there_##x __asm__("constant_" #x) __attribute__((visibility("hidden"))); \\
+  template <> inline __attribute__((always_inline)) U constant<x>() { return there_##x; }
+"""
 
 # The loop's remainder: any elements, or, if blocks share a component, whole blocks.
 _REST = """\
@@ -506,15 +577,17 @@ def source(program: Program, width: int) -> str:
         else:
             names.append(f"const double scalar{i} = number[{scalars} * count];")
             scalars += 1
-    plain = Printer(program, _DIALECT, Copy(words={"i": "i", "first": "i"}))
+    plain = Printer(program, _DIALECT, Copy(words={"i": "i"}))
     inside = itertools.compress(program.instructions, program.varies)
     lanes = width // max(4, *(x.dtype.itemsize for x in inside))
     of_block = BLOCK_SIZE // lanes if signature.shared else 1
     length = len(program.instructions)
     count = max(next((x for most, x in _TOGETHER.items() if length <= most), 1), of_block)
     in_pairs = count > 1 and _in_pairs(program)
-    size, dialect = (2, _IN_PAIRS) if in_pairs else (of_block, _DIALECT)
+    size, dialect = max(of_block, 1 + in_pairs), _IN_PAIRS if in_pairs else _DIALECT
     copies = [_copies(first, size) for first in range(0, count, size)]
+    if signature.shared:  # the body of the remainder
+        copies.append(_copies(0, size, "valid"))
     printed = lines_of(program, dialect, list(itertools.chain(*copies)))
     groups = [
         _lines(
@@ -522,7 +595,10 @@ def source(program: Program, width: int) -> str:
         )
         for group in copies
     ]
-    body = groups[0] if signature.shared else _lines([plain], [plain.lines(varying=True)])
+    if signature.shared:
+        body = groups.pop()
+    else:
+        body = _lines([plain], [plain.lines_by_place(varying=True)])
     waits = any(x.name in ("div", "sqrt") for x in program.instructions)
     loop = _LOOP.format(
         names=_indented(names, 2),
@@ -531,14 +607,28 @@ def source(program: Program, width: int) -> str:
         interleaved=_indented(_woven(groups, size * _BEHIND if waits else 0), 4),
         vectors=count,
         rest=_indented((_SHARING_REST if signature.shared else _REST).splitlines(), 2),
-        valid=", int32_t valid" if signature.shared else "",
+        argument=", int32_t valid" if signature.shared else "",
+        whole="valid == SHARING && " if signature.shared else "",
         rows=_rows(signature, word, scalars) if signature.shared else "",
         run="run_rows" if signature.shared else "run",
     )
     prelude = BITS + _PRELUDE
     if signature.shared:
         prelude = (_SCHEDULED if waits else "") + prelude + _SHARING
+    in_memory = signature.shared and lanes == 8
+    prelude = prelude.replace("CONSTANTS", _in_memory(prelude + loop) if in_memory else "")
     return f"#define LANES {lanes}\n#define GRAIN {GRAIN}\n{_shuffles(lanes)}{prelude}{loop}"
+
+
+def _in_memory(text: str) -> str:
+    """Return declarations of a program's constants in memory, where instructions find them.
+
+    GCC makes constants of AVX2 in registers, of which it has too few, by two instructions each
+    time. It does not if it cannot see their values.
+    """
+    values = sorted(set(re.findall(r"constant<(\d+u)>", text)))
+    lines = "".join(f"IN_MEMORY({x})\n" for x in values)
+    return f"{_IN_MEMORY}{lines}#endif\n"
 
 
 def _rows(signature: Signature, words: int, numbers: int) -> str:
@@ -565,46 +655,88 @@ def _shuffles(lanes: int) -> str:
 
 
 def _in_pairs(program: Program) -> bool:
-    """Whether all inputs and outputs have 16 bits."""
+    """Whether all inputs and outputs have 16 bits, or bytes beside them."""
     signature = program.signature
-    dtypes = (*signature.vectors, *signature.outputs)
-    return not signature.shared and all(x.itemsize == 2 for x in dtypes)
+    sizes = {x.itemsize for x in (*signature.vectors, *signature.outputs)}
+    return sizes <= {1, 2} and 2 in sizes and not signature.packed
 
 
-def _copies(first: int, size: int) -> list[Copy]:
-    """Return the copies of a group of vectors, whose elements form a block or pairs."""
+def _copies(first: int, size: int, valid: str = "Every()") -> list[Copy]:
+    """Return the copies of a group of vectors, whose elements form a block or pairs.
+
+    Of the elements of a block those from `valid` on do not count.
+    """
     places = [f"(i + {k} * LANES)" for k in range(first, first + size)]
     suffixes = [f"_{k}" for k in range(first, first + size)]
-    halves = [{"half": "first", "place": "0"}, {"half": "second", "place": "1"}]
     return [
-        Copy(suffix, {"i": place, "first": places[0], **halves[k % 2]}, suffixes)
-        for k, (suffix, place) in enumerate(zip(suffixes, places, strict=True))
+        Copy(
+            suffix,
+            {
+                "i": places[k],
+                "block": places[0],
+                "valid": valid,
+                "pair": places[k & ~1],
+                "half": ("first", "second")[k % 2],
+                "inside": f"{k & ~1} * LANES + {k % 2}",
+            },
+            suffixes,
+        )
+        for k, suffix in enumerate(suffixes)
     ]
 
 
 def _lines(
-    printers: Sequence[Printer], values: Iterable[list[str]], in_pairs: bool = False
+    printers: Sequence[Printer], values: Iterable[dict[int, list[str]]], in_pairs: bool = False
 ) -> list[Sequence[str]]:
     """Return the loop body of a group of vectors: in each row a line per vector, or one for all.
 
     To the lines of values it adds those that store the results.
     """
-    lines: list[Sequence[str]] = list(zip(*values, strict=True))
     words, program = [x.copy.words for x in printers], printers[0].program
+    every, branches = list(values), program.branches()
+    apart = set(itertools.chain(*branches.values()))
+    lines: list[Sequence[str]] = []
+    early = program.before_scales()
+    for i in sorted(every[0], key=lambda i: (not early[i], i)):
+        if i in branches:
+            lines.append(
+                [_branch(program, i, branches[i], every, [x.copy.suffix for x in printers])]
+            )
+        elif i not in apart:
+            copies = every[:1] if program.per_block[i] else every
+            lines += zip(*(of_copy[i] for of_copy in copies), strict=True)
     for i, place in enumerate(program.results):
         patterns = [x.pattern(place) for x in printers]
         if program.signature.shares(i):
-            lines.append([f"out{i}[{words[0]['first']} / SHARING] = {patterns[0]}[0];"])
+            lines.append([f"out{i}[{words[0]['block']} / SHARING] = {patterns[0]}[0];"])
             continue
         if len(program.signature.vectors) + i in program.signature.packed:
             both = zip(words, patterns, strict=True)
             lines.append([f"pack(out{i} + {at['i']} / 2, {pattern});" for at, pattern in both])
         elif in_pairs:
-            lines.append([f"store_pair(out{i} + {words[0]['first']}, {', '.join(patterns)});"])
+            lines.append([f"store_pairs(out{i} + {words[0]['pair']}, {', '.join(patterns)});"])
         else:
             both = zip(words, patterns, strict=True)
             lines.append([f"store(out{i} + {at['i']}, {pattern}, n);" for at, pattern in both])
     return lines
+
+
+def _branch(
+    program: Program,
+    place: int,
+    own: Sequence[int],
+    lines: Sequence[dict[int, list[str]]],
+    suffixes: Sequence[str],
+) -> str:
+    """Return a choice by a condition of a block, rarely true, and the lines that it needs."""
+    x = program.instructions[place]
+    condition, first, second = (operand.index for operand in x.operands)
+    type_ = _TYPES[COMPUTED[x.dtype]]
+    text = [f"{type_} v{place}{suffix} = v{second}{suffix};" for suffix in suffixes]
+    text.append(f"if (__builtin_expect(v{condition}{suffixes[0]}[0] != 0, 0)) {{")
+    text += itertools.chain(*(of_copy[i] for i in own for of_copy in lines))
+    text += [f"v{place}{suffix} = v{first}{suffix};" for suffix in suffixes]
+    return "\n".join([*text, "}"])
 
 
 def _woven(groups: Sequence[Sequence[Sequence[str]]], behind: int = 0) -> list[str]:

@@ -27,6 +27,7 @@ from mcftensor.kernels.program import (
 Key = str | tuple[str, torch.dtype]
 
 _SHORT = 16  # bits by which a float32 is longer than a bfloat16
+_INFINITY = 0x7F800000
 
 # Operations whose results may not fit a narrower type.
 _INEXACT = {"add", "sub", "mul", "div", "sqrt", "to"}
@@ -46,6 +47,7 @@ COMMON: dict[Key, str] = {
     "finite_or_zero": "finite_or_zero({0})",
     "quiet": "quiet({0})",
     "maximum": "greater({0}, {1})",
+    "minimum": "lesser({0}, {1})",
     "sign": "sign_of({0})",
     "signbit": "negative({0})",
 }
@@ -57,13 +59,15 @@ class Dialect:
 
     In the text of an operation, `{0}`, `{1}`, ... are its operands and `{type}` is the type of its
     result; other names are words of the `Copy` that is printed. An entry for an operation with the
-    type of its operands takes precedence. Some types' patterns may be loaded as other types.
+    type of its operands takes precedence. Some types' patterns may be loaded as other types. Counts
+    of shifts are constants unless `counts` spells them.
     """
 
     types: Mapping[torch.dtype, str]
     operations: Mapping[Key, str]
     constant: Callable[[float, torch.dtype], str]
     assignment: str
+    counts: Callable[[int], str] | None = None
     loaded: Mapping[torch.dtype, str] = field(default_factory=dict)
 
 
@@ -76,7 +80,8 @@ class Copy:
     Attributes:
         suffix: the end of the names of values that vary from element to element.
         words: the words of the copy in the text of operations.
-        sharing: the suffixes of the copies whose elements share a scale with this copy's.
+        sharing: the suffixes of the copies whose elements share a scale with this copy's. Names of
+            values of the block end in the first of them.
     """
 
     suffix: str = ""
@@ -95,15 +100,24 @@ class Printer:
 
     def lines(self, *, varying: bool) -> list[str]:
         """Return the lines of values that vary from element to element, or the other lines."""
-        return [
-            self.dialect.assignment.format(name=name, value=value)
+        return [line for lines in self.lines_by_place(varying=varying).values() for line in lines]
+
+    def lines_by_place(self, *, varying: bool) -> dict[int, list[str]]:
+        """Return these lines by the places of their instructions."""
+        return {
+            i: [
+                self.dialect.assignment.format(name=name, value=value)
+                for name, value in self._values(i, x)
+            ]
             for i, x in enumerate(self.instructions)
             if self.varies[i] == varying
-            for name, value in self._values(i, x)
-        ]
+        }
 
     def _name(self, kind: str, place: int, suffix: str | None = None) -> str:
-        suffix = self.copy.suffix if suffix is None else suffix
+        if self.program.per_block[place]:
+            suffix = self.copy.sharing[0]
+        elif suffix is None:
+            suffix = self.copy.suffix
         return f"{kind}{place}{suffix}" if self.varies[place] else f"{kind}{place}"
 
     def _values(self, place: int, x: Instruction) -> Iterator[tuple[str, str]]:
@@ -118,9 +132,19 @@ class Printer:
         name = name_of(x.dtype)
         if x.name != "bits":
             name = self.dialect.loaded.get(x.dtype, name)
-        elif x.dtype == torch.float32 and self._zeros[place] >= _SHORT:
+        if x.dtype == torch.float32 and self._is_any_nan(place, x):
             name = "short"
         yield value, f"{name}_value({pattern})"
+
+    def _is_any_nan(self, place: int, x: Instruction) -> bool:
+        """Whether a pattern needs no canonical NaN: it is none, its last bits are zeros, or no
+        result tells."""
+        if self.program.hides_nans[place]:
+            return True
+        if x.name != "bits":
+            return False
+        bound = self.program.largest[x.operands[0].index]
+        return self._zeros[place] >= _SHORT or (bound is not None and bound <= _INFINITY)
 
     def pattern(self, place: Place) -> str:
         """Return the bits of a result as memory holds them.
@@ -145,8 +169,12 @@ class Printer:
         of = self.instructions[places[0].index].dtype
         own = of if x.dtype == torch.bool else x.dtype
         if (shift := self._logical_shift(x)) is not None:
-            return self._operation("shift_logical", own, own, *(self._text(o, own) for o in shift))
+            return self._operation(
+                "shift_logical", own, own, self._text(shift[0], own), self._count(shift[1], own)
+            )
         operands = [self._text(o, own) for o in x.operands]
+        if x.name in ("shift_left", "shift_right"):
+            operands[1] = self._count(x.operands[1], own)
         if x.name == "block_max":
             of_each = [self._name("v", places[0].index, suffix) for suffix in self.copy.sharing]
             operands = [", ".join(of_each)]
@@ -182,6 +210,10 @@ class Printer:
         type_ = self.dialect.types[COMPUTED[dtype]]
         return text.format(*operands, type=type_, **self.copy.words)
 
+    def _count(self, operand: Any, dtype: torch.dtype) -> str:
+        spell = self.dialect.counts
+        return spell(operand) if spell and isinstance(operand, int) else self._text(operand, dtype)
+
     def _text(self, operand: Any, dtype: torch.dtype) -> str:
         if isinstance(operand, Place):
             return self._name("v", operand.index)
@@ -192,18 +224,25 @@ class Printer:
         )
 
 
-def lines_of(program: Program, dialect: Dialect, copies: Sequence[Copy]) -> Iterator[list[str]]:
-    """Yield the lines of varying values of each copy: printed once, with marks for what differs."""
+def lines_of(
+    program: Program, dialect: Dialect, copies: Sequence[Copy]
+) -> Iterator[dict[int, list[str]]]:
+    """Yield the lines of varying values of each copy, by the places of their instructions.
+
+    They are printed once, with marks for what differs.
+    """
     words = {word: f"\1{word}\1" for word in copies[0].words}
     sharing = [f"\2{k}\2" for k in range(len(copies[0].sharing))]
-    marked = Printer(program, dialect, Copy("\3", words, sharing)).lines(varying=True)
+    printer = Printer(program, dialect, Copy("\3", words, sharing))
+    marked = printer.lines_by_place(varying=True)
+    whole = "\4".join(map("\n".join, marked.values()))
     for copy in copies:
-        text = "\n".join(marked).replace("\3", copy.suffix)
+        text = whole.replace("\3", copy.suffix)
         for word, value in copy.words.items():
             text = text.replace(words[word], value)
         for mark, suffix in zip(sharing, copy.sharing, strict=True):
             text = text.replace(mark, suffix)
-        yield text.splitlines()
+        yield dict(zip(marked, map(str.splitlines, text.split("\4")), strict=True))
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -110,6 +110,53 @@ class Program:
         return varies
 
     @functools.cached_property
+    def per_block(self) -> list[bool]:
+        """Whether each instruction varies, and has one value for all elements of a block."""
+        found: list[bool] = []
+        for x in self.instructions:
+            varying = [o.index for o in x.operands if isinstance(o, Place) and self.varies[o.index]]
+            is_source = x.name in ("shared", "block_max")
+            found.append(is_source or (varying != [] and all(found[i] for i in varying)))
+        return found
+
+    def before_scales(self) -> list[bool]:
+        """Return whether values of blocks need each instruction."""
+        found = [*self.per_block]
+        for i in reversed(range(len(found))):
+            if found[i]:
+                for o in self.instructions[i].operands:
+                    if isinstance(o, Place):
+                        found[o.index] = True
+        return found
+
+    def branches(self) -> dict[int, list[int]]:
+        """Return each choice between elements by a condition of their block, with instructions.
+
+        The instructions serve only the first of the two, so a block can omit them.
+        """
+        users: list[set[int]] = [set() for _ in self.instructions]
+        for i, x in enumerate(self.instructions):
+            for o in x.operands:
+                if isinstance(o, Place):
+                    users[o.index].add(i)
+        for place in self.results:
+            users[place.index].add(-1)
+        found: dict[int, list[int]] = {}
+        for i in reversed(range(len(users))):
+            x = self.instructions[i]
+            if x.name != "where" or self.per_block[i] or not self.per_block[x.operands[0].index]:
+                continue
+            own: list[int] = []
+            condition, first, second = x.operands
+            for k in reversed(range(i)):
+                only_here = users[k] <= {i, *own} and Place(k) not in (condition, second)
+                if only_here and self.varies[k] and self.instructions[k].name not in READS:
+                    own.insert(0, k)
+            if first.index in own:
+                found[i] = own
+        return found
+
+    @functools.cached_property
     def last_zeros(self) -> list[int]:
         """How many last bits of each 32-bit pattern are known to be zero."""
         zeros: list[int] = []
@@ -131,6 +178,36 @@ class Program:
                     known = min(map(of, x.operands[-2:]))
             zeros.append(known)
         return zeros
+
+    @functools.cached_property
+    def largest(self) -> list[int | None]:
+        """Return a bound of each integer that is known to be at least zero."""
+        bounds: list[int | None] = []
+
+        def of(x: Any) -> int | None:
+            known = bounds[x.index] if isinstance(x, Place) else x
+            return known if isinstance(known, int) and known >= 0 else None
+
+        for x in self.instructions:
+            known = [of(o) for o in x.operands[-2:]]
+            bounds.append(255 if x.dtype == torch.uint8 else _bound(x, known))
+        return bounds
+
+    @functools.cached_property
+    def hides_nans(self) -> list[bool]:
+        """Whether no result depends on the sign or the last bits of a NaN, by instruction."""
+        hides = [True] * len(self.instructions)
+        for place in self.results:
+            hides[place.index] = False
+        for i in reversed(range(len(hides))):
+            x = self.instructions[i]
+            passes = x.name in _PASSING and COMPUTED[x.dtype] == x.dtype
+            for k, o in enumerate(x.operands):
+                if isinstance(o, Place) and not (
+                    x.name in _NAN_BLIND or (passes and hides[i] and (x.name, k) != ("copysign", 1))
+                ):
+                    hides[o.index] = False
+        return hides
 
     def is_undefined(self, x: Instruction) -> bool:
         """Whether the result is machine-dependent for large operands or NaNs."""
@@ -179,10 +256,36 @@ def _without_unused(program: Program) -> Program:
     return Program(program.signature, tuple(kept), results)
 
 
+# Operations on floats that take all NaNs for one, and those whose results are NaNs for NaNs.
+_NAN_BLIND = {"quiet", "finite_or_zero", "eq", "ne", "lt", "le", "gt", "ge"}
+_PASSING = {"add", "sub", "mul", "div", "neg", "abs", "sqrt", "fma", "maximum", "where", "copysign"}
+
+
+def _bound(x: Instruction, known: Sequence[int | None]) -> int | None:
+    """Return a bound of an integer, given bounds of its last two operands, or None."""
+    if x.dtype != torch.int32 or not known:
+        return None
+    least = min((b for b in known if b is not None), default=None)
+    if least is not None and x.name == "and":
+        return least
+    if None in known:
+        return None
+    first, second = known[0] or 0, known[-1] or 0
+    if x.name in ("to", "constant", "minimum", "maximum", "where"):
+        return min(first, second) if x.name == "minimum" else max(first, second)
+    if x.name not in ("add", "shift_left", "shift_right"):
+        return None
+    bound = {"add": first + second, "shift_left": first << second}.get(x.name, first)
+    return bound if bound < 1 << 31 else None
+
+
 # aten's name: the name of an instruction whose operands are converted to the type of the result.
 _ARITHMETIC = {
     getattr(aten, name): name
-    for name in ("add", "sub", "mul", "div", "neg", "abs", "sqrt", "maximum", "copysign", "sign")
+    for name in (
+        *("add", "sub", "mul", "div", "neg", "abs", "sqrt"),
+        *("maximum", "minimum", "copysign", "sign"),
+    )
 } | {
     aten.bitwise_and: "and",
     aten.__and__: "and",
@@ -304,6 +407,8 @@ class _Recorder(TorchDispatchMode):
             if name not in _LOGIC:
                 raise NotImplementedError(f"programs have no {name} of truth values")
             name = _LOGIC[name]
+        if name == "minimum" and dtype.is_floating_point:
+            raise NotImplementedError(f"programs have no minimum of {dtype}")
         if name.startswith("shift"):
             count = args[1]
             is_known = isinstance(count, Tensor) or count in range(8 * dtype.itemsize)

@@ -138,6 +138,11 @@ def greater(x, y):
 
 
 @triton.jit
+def lesser(x, y):
+    return tl.where(x < y, x, y)
+
+
+@triton.jit
 def sign_of(x):
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 """

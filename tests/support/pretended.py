@@ -285,6 +285,9 @@ class _Stream:
     def wait_stream(self, stream: _Stream) -> None:
         assert stream.device == self.device
 
+    def is_capturing(self) -> bool:
+        return False
+
     def __enter__(self) -> None: ...
 
     def __exit__(self, *args: object) -> None: ...
@@ -403,7 +406,7 @@ def _show_device(mode: Pretence, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch._C, "_group_tensors_by_device_and_dtype", by_device)
     patch.setattr(torch._C, "_len_torch_dispatch_stack", count)
     patch.setattr("mcftensor.tensor.step_context._count_modes", count)
-    patch.setattr(torch.accelerator, "current_stream", lambda device: _Stream(mode.device))
+    patch.setattr(torch.accelerator, "current_stream", lambda *device: _Stream(mode.device))
     for module in ("cuda", "xpu"):
         patch.setattr(f"torch.{module}._lazy_init", lambda: None)
     run, known = eager.run, _SEEN.setdefault((mode.device.type, mode.has_float64), set())

@@ -461,6 +461,15 @@ def test_gradients_of_activations(name, format):
     assert worst(slope, ACTIVATIONS[name], format, x) <= bound(format)
 
 
+@pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16x3, mcf.fp32x2, mcf.fp64x2], ids=str)
+@pytest.mark.parametrize("eps", [0.2, 0.5, 0.6])
+def test_logit_of_what_is_clamped_is_that_of_torch(format, eps):
+    """Above 1/2 the lower bound is the larger one, and comes first."""
+    x = torch.tensor([0.1, 0.3, 0.45, 0.55, 0.7, 0.9, torch.nan], dtype=torch.float64)
+    found = mcf.as_plain(torch.logit(mcf.as_expansion(x, format), eps), torch.float64)
+    torch.testing.assert_close(found, torch.logit(x, eps), rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
 @by_format
 def test_ends_of_composed_functions(format):
     x = mcf.as_expansion(torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0, math.nan, -math.inf]), format)
