@@ -9,7 +9,7 @@ largest element of the block changed.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,13 +58,10 @@ class PackedCodes(Component):
 
 
 class FourBitFormat(BlockFormat):
-    """Half a byte for each element, and a scale for each block of 32 elements of a row."""
-
-    scale: ClassVar[torch.dtype]
-    """The dtype of a scale."""
+    """Half a byte for each element, and two bytes for each block of 32 elements of a row."""
 
     def __init__(self, stem: str, rounding: Rounding) -> None:
-        codes, scales = PackedCodes("codes", torch.uint8), Scales("scales", self.scale)
+        codes, scales = PackedCodes("codes", torch.uint8), Scales("scales", torch.int16)
         StoredFormat.__init__(self, stem, rounding, codes, scales)
 
     @property
@@ -110,8 +107,6 @@ class Q4(FourBitFormat):
     it, and zero. Infinities and NaNs become NaNs, with the code of -0, and do not affect the rest
     of their block. Numbers below 2^-126 become zero, and those above 3.39e38 saturate.
     """
-
-    scale = torch.int16
 
     @property
     def precision(self) -> int:
@@ -172,17 +167,16 @@ class UE4(FourBitFormat, SecondMoments):
     """Unsigned codes for second moments: powers of two over 15 binades, and zero; or over 7 binades
     in half steps, by one and a half.
 
-    The scale is the smallest even power of two that no element of the block exceeds. Its last bit
-    says which: code c above 0 is 15 - c steps below the scale. Half steps are for blocks whose
-    numbers above zero they all reach. Numbers below the smallest code are raised to it: only zero
-    becomes zero, as in `ue5m3`. Noise rounds up so that roots are right in the mean.
+    The scale is the smallest power of two that no element of the block exceeds. Code c above 0 is
+    15 - c steps below it. Half steps are for blocks whose numbers above zero they all reach; the
+    exponent of the scale is then 256 less. Numbers below the smallest code are raised to it: only
+    zero becomes zero, as in `ue5m3`. Noise rounds up so that roots are right in the mean.
 
     A block with a number above 2^126, an infinity, a NaN or a negative number has the scale 2^127.
     Its finite numbers saturate at 2^125. Code 14 is an infinity. Code 15 is a NaN, and also stands
     for a negative number. No other element becomes one of these.
     """
 
-    scale = torch.uint8
     infinite = 14
 
     @property
@@ -196,33 +190,27 @@ class UE4(FourBitFormat, SecondMoments):
         return ue5m3.with_rounding(self.rounding)
 
     @property
-    def smallest(self) -> tuple[float, float]:
-        """14 binades below the smallest scale."""
-        return 2.0**-125, 2.0**-125
-
-    @property
     def largest(self) -> float:
         """2^125, since the last two codes of the largest scale are special values."""
         return 2.0**125
 
     def read(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the pattern of the scale, less the steps."""
-        bits = _power(scales) - ((15 - codes) << (_LOST - 1)) * (2 - (scales & 1))
+        bits = _power(scales) - ((15 - codes) << (_LOST - 1)) * (2 - _half(scales))
         return torch.where(codes == 0, 0, bits).view(torch.float32)
 
     def scale_of(self, patterns: Tensor) -> Tensor:
-        """Return the exponent of an even power of two, with the bit for half steps."""
+        """Return the exponent of the smallest power of two from the largest number on."""
         exponent = (block_max(patterns) + ((1 << _LOST) - 1)) >> _LOST
-        exponent = (exponent + 1) & -2
-        exponent = exponent.maximum(torch.full_like(exponent, 16))
+        exponent = exponent.maximum(torch.full_like(exponent, 15))
         exponent = torch.where(exponent > 254, 254, exponent)
         above = block_max(torch.where(patterns > 0, _INFINITY - patterns, 0))
-        has_half_steps = _INFINITY - above >= (exponent - 7) << _LOST
-        return exponent | (has_half_steps & (exponent < 254)).to(torch.int32)
+        has_half_steps = (_INFINITY - above >= (exponent - 7) << _LOST) & (exponent < 254)
+        return exponent - (has_half_steps.to(torch.int32) << 8)
 
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
         """Return 15 less the steps below the scale, rounded."""
-        half = scales.to(torch.int32) & 1
+        half = _half(scales)
         below = _power(scales) - magnitude
         bits = (15 << _LOST) - below.minimum(torch.full_like(below, 15 << _LOST)) * (1 + half)
         codes = round_off(bits if noise is None else _by_roots(bits, half), noise, _LOST)
@@ -232,7 +220,12 @@ class UE4(FourBitFormat, SecondMoments):
 
 def _power(scales: Tensor) -> Tensor:
     """Return the float32 pattern of the power of two of a scale."""
-    return (scales.to(torch.int32) & -2) << _LOST
+    return (scales.to(torch.int32) & 255) << _LOST
+
+
+def _half(scales: Tensor) -> Tensor:
+    """Return 1 for scales of half steps, and 0 for others."""
+    return (scales.to(torch.int32) >> 31) & 1
 
 
 def _by_roots(bits: Tensor, half: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def tables(stored: list[Tensor], format: mcf.Format, count: int) -> np.ndarray:
     scales = np.repeat(stored[1].numpy(), 32, 1)[:, :count, None]
     if format.stem == "q4":  # a bfloat16, and products rounded to float32
         return (Q4 * (scales.astype(np.uint32) << 16).view(np.float32)).astype(np.float64)
-    return np.where(scales % 2, HALF, WHOLE) * 2.0 ** (scales // 2 * 2.0 - 127)
+    return np.where(scales < 0, HALF, WHOLE) * 2.0 ** (scales % 256 - 127.0)
 
 
 def said(stored: list[Tensor], format: mcf.Format) -> np.ndarray:
@@ -50,16 +50,16 @@ def said(stored: list[Tensor], format: mcf.Format) -> np.ndarray:
 
 
 def scales_of(rows: np.ndarray, format: mcf.Format) -> np.ndarray:
-    """The largest element as bfloat16; the least even power of two that none exceeds, and whether
+    """The largest element as bfloat16; the least power of two that none exceeds, and whether
     half steps reach the smallest."""
     padded = np.pad(abs(rows), ((0, 0), (0, -rows.shape[1] % 32)))
     blocks = padded.reshape(len(rows), padded.shape[1] // 32, 32)
     largest = blocks.max(2)
     if format.stem == "q4":
         return torch.from_numpy(largest).bfloat16().view(torch.int16).numpy()
-    even = np.ceil((np.ceil(np.log2(largest)) + 127) / 2) * 2
+    exponent = np.ceil(np.log2(largest)) + 127
     smallest = np.where(blocks > 0, blocks, np.inf).min(2)
-    return even + (smallest >= 2.0 ** (even - 134))
+    return exponent - 256 * (smallest >= 2.0 ** (exponent - 134))
 
 
 def sample(format: mcf.Format, *shape: int, spread: float = 2.0) -> Tensor:
@@ -196,8 +196,8 @@ def test_halves_of_bytes():
 
 
 def test_memory():
-    """Half a byte an element, and a byte for each 32."""
+    """Half a byte an element, and two bytes for each 32."""
     x = mcf.as_expansion(torch.rand(8, 64, 3), mcf.ue4)
-    assert sum(y.untyped_storage().nbytes() for y in x.components) == x.nbytes == 8 * (96 + 6)
+    assert sum(y.untyped_storage().nbytes() for y in x.components) == x.nbytes == 8 * (96 + 2 * 6)
     assert (x.shape, x.stride(), x.dtype) == ((8, 64, 3), (192, 3, 1), torch.float32)
     assert mcf.finfo(mcf.q4).bits == 4

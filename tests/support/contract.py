@@ -213,7 +213,7 @@ def floats(x: Tensor) -> list[Tensor]:
     if isinstance(x.format, ScaledTailFormat):
         return [_of_patterns(*stored, x.format.bits)]
     if packs(x.format):
-        return [_of_four_bits(_in_halves(stored[0]), stored[1])]
+        return [_of_four_bits(_in_halves(stored[0]), stored[1], not is_unsigned(x.format))]
     if is_unsigned(x.format) or x.format.name.startswith("mxfp8"):
         return [_of_codes(*stored, TABLES[x.format.stem])]
     return [part.double() for part in x.format.decode(stored)]  # a toy's own definition
@@ -272,15 +272,15 @@ def _of_codes(codes: Tensor, shared: Tensor, table: Tensor) -> Tensor:
     return x
 
 
-def _of_four_bits(codes: Tensor, shared: Tensor) -> Tensor:
-    """Signed, c (c + 1) / 2 parts of 28; or unsigned, whole or half steps below an even power."""
+def _of_four_bits(codes: Tensor, shared: Tensor, is_signed: bool) -> Tensor:
+    """Signed, c (c + 1) / 2 parts of 28; or unsigned, whole or half steps below a power of two."""
     c = codes.long()
-    if shared.dtype == torch.int16:
+    if is_signed:
         share = torch.tensor([0, 1, 3, 6, 10, 15, 21, 28]).float() * (1 / 28)
         x = share[c % 8] * _repeated(shared.view(torch.bfloat16).float(), codes)
         return torch.where(c == 8, torch.nan, x.double() * torch.where(c > 8, -1, 1))
-    scale, steps = _by_block(shared & 254, codes), 15 - c
-    half = _repeated(shared, codes) % 2 == 1
+    scale, steps = _by_block(shared & 255, codes), 15 - c
+    half = _repeated(shared, codes) < 0
     x = torch.where(
         half, (1 - steps % 2 / 4) * 2.0 ** -(steps // 2).double(), 2.0 ** -steps.double()
     )
