@@ -82,7 +82,7 @@ class _Kind:
         names: names of states in the update, where they have others.
         states: states in the update that `begin` makes.
         functions: the functions of PyTorch that its step calls, else; the last one is the step.
-        require: what is checked of a parameter `p` and its `group`, and the error.
+        require: what is checked of a parameter `p` and its `param_group`, and the error.
     """
 
     optimizer: type[Optimizer]
@@ -273,11 +273,9 @@ class _Export:
         """Return the file."""
         update, prepare = self._update(), self._prepare()
         functions = "\n".join(self.code.lines())
-        head, own = "def pair(x):\n", "    x = like.new_tensor(x, dtype=torch.float64)\n"
-        before, found, after = functions.partition(head)
-        if found:
-            doc, _, after = after.partition("\n")
-            functions = f"{before}def pair(x, like):\n{doc}\n{own}{after}"
+        # A tensor was recorded, and a number is given.
+        number = "    x = like.new_tensor(x, dtype=torch.float64)"
+        functions = re.sub(r"def pair\(x\):\n(.*)", rf"def pair(x, like):\n\1\n{number}", functions)
         used = "\n".join([functions, *update])
         functions += f"\n{_READ}" if "read(" in used else ""
         imports = [f"import {name}\n" for name in ("hashlib", "math") if f"{name}." in used]
@@ -449,15 +447,7 @@ class _Export:
             terms = {"grad", "weight", *map(self._name, self.states), *kind.states}
             body = on_terms(body, terms, self._row)
             lines = ["grad = grad, torch.zeros_like(grad)"]
-            doc, number = (
-                "Return a number as a pair of float32 numbers.",
-                torch.ones((), dtype=torch.float64),
-            )
-
-            def levels(x: Tensor) -> Sequence[Tensor]:
-                return Machine(torch.float32).of([x]).levels
-
-            self.code.add(record_calls("pair", doc, levels, {"x": number}))
+            self._print_pair()
         lines += [line for x in body for line in as_source(x).splitlines()]
         if lines[-1] == "weight = self.number(p)":
             del lines[-1]
@@ -465,41 +455,51 @@ class _Export:
             last[0] = lines.pop().replace("weight", 'p[...], state["tail"]', 1)
         return [*lines, *last]
 
+    def _print_pair(self) -> None:
+        """Print the function that makes terms of a number."""
+
+        def levels(x: Tensor) -> Sequence[Tensor]:
+            return Machine(torch.float32).of([x]).levels
+
+        doc = "Return a number as a pair of float32 numbers."
+        self.code.add(record_calls("pair", doc, levels, {"x": _float64(torch.Size(()))}))
+
     def _row(self, name: str) -> bool:
         """Print an operation on terms, if the library has it, or else what rounds its result."""
-        f, parts = self.format, list(_stored(self.format))
-        stored, wide = _stored(f), torch.ones(_MATRIX, dtype=torch.float64, device="cpu")
+        f, stored = self.format, _stored(self.format)
+        if name not in OPERATORS:
+            self._print_rounded()
+            return False
+        operator = OPERATORS[name]
+        operation, places = operator.formula(*"xyz"[: operator.operands + (name == "add")])
+        names = sorted(set(places))
+        leading, tail = stored.values()
+        examples: dict[str, Tensor] = {}
+        for x in names:
+            examples |= {x: leading.clone(), f"{x}_tail": tail.clone()}
+
+        def result(*given: Tensor) -> Sequence[Tensor]:
+            own = dict(zip(names, zip(given[::2], given[1::2], strict=True), strict=True))
+            return f.encode(Expression(operation, f).number([own[x] for x in places]), None)
+
+        doc = f"Return {_DOCS[operation]} as terms, rounded once."
+        self.code.add(record_calls(name, doc, result, examples, [*stored], ["formats"]))
+        return True
+
+    def _print_rounded(self) -> None:
+        """Print the functions from terms to float64, and back."""
+        f, stored = self.format, _stored(self.format)
 
         def collapsed(*terms: Tensor) -> Tensor:
             return collapse_terms(f.decode(terms), torch.float64)
 
-        if name not in OPERATORS:
-            doc = "Return numbers in float64, rounded once."
-            self.code.add(record_calls("wide", doc, collapsed, stored))
-            doc = "Return float64 numbers as terms, rounded once."
+        def rounded(x: Tensor) -> Sequence[Tensor]:
+            return f.encode(Sum([x]), None)
 
-            def rounded(x: Tensor) -> Sequence[Tensor]:
-                return f.encode(Sum([x]), None)
-
-            self.code.add(record_calls("rounded", doc, rounded, {"x": wide}, parts, ()))
-            return False
-        operator = OPERATORS[name]
-        operation, places = operator.formula(*"xyz"[: operator.operands + (name == "add")])
-        examples = {
-            y: z.clone()
-            for x in sorted(set(places))
-            for y, z in zip((x, f"{x}_tail"), stored.values(), strict=True)
-        }
-
-        def result(*given: Tensor) -> Sequence[Tensor]:
-            own = dict(
-                zip(list(examples)[::2], zip(given[::2], given[1::2], strict=True), strict=True)
-            )
-            return f.encode(Expression(operation, f).number([own[x] for x in places]), None)
-
-        doc = f"Return {_DOCS[operation]} as terms, rounded once."
-        self.code.add(record_calls(name, doc, result, examples, parts, ["formats"]))
-        return True
+        doc = "Return numbers in float64, rounded once."
+        self.code.add(record_calls("wide", doc, collapsed, stored))
+        doc, examples = "Return float64 numbers as terms, rounded once.", {"x": _float64(_MATRIX)}
+        self.code.add(record_calls("rounded", doc, rounded, examples, [*stored], ()))
 
     def _name(self, state: str) -> str:
         """Return the name of a state in the update."""
@@ -598,6 +598,10 @@ def _states(kind: _Kind, format: Format) -> list[dict[str, Format]]:
         found.append({name: stored_format_of(x) for name, x in state.items() if name != "step"})
     assert found[0] == found[1] or all(f.is_exact for f in found[1].values())
     return found
+
+
+def _float64(shape: torch.Size) -> Tensor:
+    return torch.ones(shape, dtype=torch.float64, device="cpu")
 
 
 def _stem(f: Format) -> str:
