@@ -24,7 +24,7 @@ BUDGETS = {
     "export": 1230,
     "formats": 2240,
     "host": 690,
-    "kernels": 4750,
+    "kernels": 4975,
     "meters": 1430,
     "operators": 2280,
     "passes": 2350,
