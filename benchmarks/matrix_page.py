@@ -30,26 +30,31 @@ def split(name: str) -> tuple[str, str]:
     return package, cls
 
 
+LARGE = 20
+"""Classes of a package of which the page shows some."""
+
+NOTABLE = 3e-3
+"""Errors over two terms that are larger than those of most optimizers."""
+
+
 def matrix(results: dict[str, Any], package: str) -> str:
-    """One row a class."""
-    rows = []
-    for name, entry in results["classes"].items():
-        if split(name)[0] != package:
-            continue
+    """One row a class; of a large package, classes that differ from the others, and their names."""
+    rows, others = [], []
+    entries = {x: e for x, e in results["classes"].items() if split(x)[0] == package}
+    for name, entry in entries.items():
         paths = entry["paths"]
         first = paths["for-loop"]
         if isinstance(first, str):
             continue
-        three = [x["bf16x3"] for x in paths.values() if isinstance(x, dict)]
-        rows.append(
-            [
-                split(name)[1],
-                *(number(first[way]) for way in ("bf16", "fp32", "bf16x2")),
-                number(worst(three)),
-                letters(entry),
-            ]
-        )
-    return table(["class", "bf16", "fp32", "bf16x2", "bf16x3", "why"], rows)
+        three = worst(x["bf16x3"] for x in paths.values() if isinstance(x, dict))
+        figures = [*(first[way] for way in ("bf16", "fp32", "bf16x2")), three]
+        causes, plain = letters(entry), not any(isinstance(x, str) for x in figures)
+        if len(entries) > LARGE and plain and not causes and figures[2] < NOTABLE:
+            others.append(split(name)[1])
+        else:
+            rows.append([split(name)[1], *map(number, figures), causes])
+    text = table(["class", "bf16", "fp32", "bf16x2", "bf16x3", "why"], rows)
+    return f"{text}\n\nThe others: {', '.join(others)}." if others else text
 
 
 def worst(figures: Iterable[Any]) -> Any:
@@ -65,29 +70,21 @@ def letters(entry: dict[str, Any]) -> str:
 
 
 def failures(results: dict[str, Any]) -> str:
-    """Return the failing optimizers, and their messages."""
+    """Return the optimizers that fail over expansions, and their messages."""
     found: dict[tuple[str, str], list[str]] = {}
     for name, entry in results["classes"].items():
         compiled = {"compiled": results["compiled"].get(name, {})}
         for path, errors in (entry["paths"] | compiled).items():
             whys = {"all": errors} if isinstance(errors, str) else errors
             for way, why in whys.items():
-                if isinstance(why, str):
+                if isinstance(why, str) and way not in ("bf16", "fp32"):
                     text = why.replace("|", "/").replace("<", "&lt;")
                     found.setdefault((name, text), []).append(f"{path}: {way}")
-    rows = [[name, ", ".join(places), why] for (name, why), places in found.items()]
+    rows = [
+        [name, ", ".join(places), why if len(why) < 80 else f"{why[:77]}..."]
+        for (name, why), places in found.items()
+    ]
     return table(["class", "path: weights", "what it says"], rows)
-
-
-def configurations(results: dict[str, Any]) -> str:
-    """torch's database: the worst of all configurations and paths of a class."""
-    ways = ["fp32", "bf16x2", "bf16x2 full", "bf16x3", "bf16x3 full"]
-    rows = []
-    for name, found in results["configurations"].items():
-        figures = [errors for paths in found.values() for errors in paths.values()]
-        row = [number(worst(x[way] for x in figures)) for way in ways]
-        rows.append([name, f"{len(found)}", *row])
-    return table(["class", "configurations", *ways], rows)
 
 
 def render(page: str, results: dict[str, Any]) -> str:
@@ -95,7 +92,6 @@ def render(page: str, results: dict[str, Any]) -> str:
     tables = {package: matrix(results, package) for package in PACKAGES}
     tables |= {
         "failures": failures(results),
-        "configurations": configurations(results),
         "versions": ", ".join(f"{name} {v}" for name, v in results["versions"].items()) + ".",
     }
     for name, text in tables.items():

@@ -234,10 +234,11 @@ def _require_convertible(name: str, x: object) -> None:
     if x.is_nested:
         raise TypeError(f"as_expansion: {name} is a nested tensor; convert its parts one by one")
     if not x.is_floating_point() or x.layout != torch.strided or x.dtype.itemsize < 2:
+        repair = "torch.view_as_real(x)" if x.is_complex() else "x.to(torch.float64)"
         raise TypeError(
             f"as_expansion: {name} of shape {tuple(x.shape)} is of {x.dtype}, {x.layout}; "
             "expansions are made from dense tensors of bfloat16, float16, float32 or float64: "
-            "convert it with .to(torch.float64) or .to_dense(), or leave it out with "
+            f"give {'x.to_dense()' if x.layout != torch.strided else repair}, or leave it out with "
             "overrides={name: None}"
         )
 

@@ -193,8 +193,8 @@ def _memory(commands: argparse._SubParsersAction[Parser]) -> None:
     add(
         "--host",
         action="store_true",
-        help="with weights, gradients and states on the host, as by mcf.host.weights: the memory "
-        "is the device's, which has the leading terms",
+        help="with weights, gradients and states on the host, as by mcf.host.weights: --memory is "
+        "the device's, which has the leading terms; without it, this machine is the host",
     )
     add(
         "--format",

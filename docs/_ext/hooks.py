@@ -44,9 +44,8 @@ TABLE = re.compile(r"<table(>.*?</table>)", re.DOTALL)
 TITLE = re.compile(r"^# .*\n", re.MULTILINE)
 NUMBER = re.compile(r"<td( style=\"[^\"]*\")?>(?=[−+]?\d[^\s<]*( (%|of|±)[^<]*| \([^<]*\))?</td>)")
 FOR_FEW = (
-    *("design/", "contributing", "reference/index", "reference/operators", "reference/judged"),
-    *("findings", "larger", "long-runs", "benchmarks", "speed"),
-    *("guides/studies", "guides/examples"),
+    *("design/", "guides/extending", "reference/index", "reference/operators"),
+    *("findings", "larger", "benchmarks", "speed"),
 )
 """Pages that search results show last."""
 COMPOUND = re.compile(r"\b[A-Za-z][a-z0-9]+(?:[A-Z][a-z0-9]*)+\b|\b[A-Z]{2,}[a-z][A-Za-z0-9]*\b")

@@ -29,6 +29,7 @@ from mcftensor.dispatch.schemas import functional
 from mcftensor.dispatch.torch_functions import WHOLE, evaluate_whole
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.components import keep_from_compilers
 from mcftensor.tensor.step_context import current_step
 from mcftensor.tensor.step_tensors import PendingTensor
 from mcftensor.tensor.tensor import number_in
@@ -170,3 +171,5 @@ def _has_value(tree: Any) -> bool:
 
 MCFTensor.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]
 MCFTensor.__torch_dispatch__ = classmethod(torch_dispatch)  # type: ignore[assignment]
+keep_from_compilers(torch_function)
+keep_from_compilers(torch_dispatch)

@@ -24,7 +24,8 @@ from mcftensor.formats import Format
 from mcftensor.kernels.custom_ops import DEFINITIONS
 
 _PACKAGE = Path(__file__).parents[1]
-_RECORDED = tuple([str(_PACKAGE / name) for name in ("arithmetic", "formats")])
+FOLDERS = ("arithmetic", "formats")
+"""Where the functions are whose calls are recorded as such."""
 
 BY_SHAPE = {name: DEFINITIONS[name] for name in ("block_max", "spread")}
 """Functions whose operations depend on shapes. A call of one is recorded as an operation."""
@@ -60,9 +61,11 @@ class Region:
 class Recorder(TorchFunctionMode):
     """Records operations, and the library's functions that they belong to."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, folders: Sequence[str]) -> None:
         super().__init__()
+        self.places = tuple([str(_PACKAGE / name) for name in folders])
         self.stack, self.alive = [region], list[Any]()
+        self.constants: dict[int, Any] = {}  # tensors with one value everywhere, by id
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -75,9 +78,13 @@ class Recorder(TorchFunctionMode):
         if func is Tensor.clone:
             return args[0]  # which nothing changes
         result = func(*args, **kwargs)
+        if func is Tensor.maximum and (least := self.constants.get(id(args[1]))) is not None:
+            func, args, kwargs = Tensor.clamp, args[:1], {"min": least}
         if isinstance(result, Tensor) and not any(result is x for x in args):
             self.alive.append(result)  # so that its id stays its own
             self.stack[-1].steps.append(Applied(func, args, kwargs, result))
+            if func in (torch.ones_like, torch.full_like):
+                self.constants[id(result)] = args[1] if args[1:] else 1
         return result
 
     def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -86,7 +93,7 @@ class Recorder(TorchFunctionMode):
         if (
             event != "call"
             or code.co_name.startswith("<")
-            or not code.co_filename.startswith(_RECORDED)
+            or not code.co_filename.startswith(self.places)
         ):
             return None
         region = Region(*_title(frame))
@@ -139,11 +146,12 @@ def record_calls(
     function: Callable[..., Any],
     examples: Mapping[str, Tensor],
     results: Sequence[str] = (),
+    folders: Sequence[str] = FOLDERS,
 ) -> Region:
     """Return what a function does with examples of its arguments; results have names."""
     region = Region(name, doc, list(examples.values()))
     region.names = {id(x): argument for argument, x in examples.items()}
-    recorder, previous = Recorder(region), sys.gettrace()
+    recorder, previous = Recorder(region, folders), sys.gettrace()
     try:
         sys.settrace(recorder.enter)
         with recorder:

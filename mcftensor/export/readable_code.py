@@ -9,11 +9,10 @@ of their callers.
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +24,8 @@ from mcftensor.export.simplified_source import literal, simplified
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 
 WIDTH = 100
-_ROOM = WIDTH - 16  # without indentation, and with an argument that may be added
-_SHORTEST = 3
+_ROOM = WIDTH - 4  # without indentation
+_SHORTEST = 5
 """Operations of a function below which its callers contain it."""
 
 _INFIX: dict[str, type[ast.operator] | type[ast.cmpop]] = {
@@ -75,11 +74,9 @@ class Code:
         self._callers[region.name] |= {("", 0), ("", 1)}
         self._count_callers(region)
 
-    def add_source(
-        self, function: Callable[..., Any], stored: Collection[str] = (), **known: Any
-    ) -> None:
+    def add_source(self, function: Callable[..., Any], **known: Any) -> None:
         """Print a function from its source, simplified by what is known of its names."""
-        self._added.append(simplified(function, known, stored))
+        self._added.append(simplified(function, known))
 
     def lines(self) -> list[str]:
         """Return the text of all functions."""
@@ -101,7 +98,8 @@ class Code:
     def _count_callers(self, region: Region) -> None:
         for i, x in enumerate(region.steps):
             if isinstance(x, Region):
-                self._callers[x.name].add((region.name, i))
+                if x.name != region.name:
+                    self._callers[x.name].add((region.name, i))
                 self._count_callers(x)
 
     def _function(
@@ -123,15 +121,14 @@ class Code:
             for x in node.outputs:
                 if id(x) in node.names:
                     names.setdefault(id(x), node.names[id(x)])
-        body, chosen = _Body(nodes, inputs, outputs, names).statements()
-        arguments = [ast.arg(chosen[id(x)]) for x in inputs]
-        doc: list[ast.stmt] = [ast.Expr(ast.Constant(region.doc))] if region.doc else []
-        own = ast.arguments([], arguments, None, [], [], None, [])
-        definition = ast.FunctionDef(region.name, own, [*doc, *body], [])
-        ast.fix_missing_locations(definition)
-        constants = _numbers_in(body)
-        structure = _structure(definition, set(chosen.values())) + "".join(x.key for x in nodes)
+        body, chosen, constants = _Body(nodes, inputs, outputs, names).statements()
+        structure = _structure(region.name, nodes, inputs, outputs)
         if structure not in self._by_structure:
+            arguments = [ast.arg(chosen[id(x)]) for x in inputs]
+            doc: list[ast.stmt] = [ast.Expr(ast.Constant(region.doc))] if region.doc else []
+            own = ast.arguments([], arguments, None, [], [], None, [])
+            definition = ast.FunctionDef(region.name, own, [*doc, *body], [])
+            ast.fix_missing_locations(definition)
             while definition.name in self._functions:
                 definition.name += "_"
             self._functions[definition.name] = _Function(definition, constants, [])
@@ -236,28 +233,28 @@ def _call(name: str, arguments: list[ast.expr]) -> ast.Call:
     return ast.Call(ast.Name(name), arguments, [])
 
 
-def _numbers_in(body: Sequence[ast.AST]) -> list[ast.Constant]:
-    found = (y for x in body for y in ast.walk(x) if isinstance(y, ast.Constant))
-    return [x for x in found if type(x.value) in (int, float)]
+def _structure(
+    name: str, nodes: Sequence[_Node], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> str:
+    """Return text that is equal for functions that differ in constants, names of tensors and
+    docstrings."""
+    made = [*inputs, *(x for node in nodes for x in node.outputs)]
+    numbers = {id(x): f"x{i}" for i, x in enumerate(made)}
 
+    def of(x: Any) -> ast.expr:
+        if isinstance(x, Tensor):
+            return ast.Name(numbers[id(x)])
+        return ast.Constant(0) if type(x) in (int, float) else literal(x)
 
-def _structure(definition: ast.FunctionDef, local: set[str]) -> str:
-    """Return text that is equal for functions that differ in constants and names alone."""
-    blank = copy.deepcopy(definition)
-    for constant in _numbers_in([blank]):
-        constant.value = 0
-    numbers: dict[str, str] = {}
-    for x in ast.walk(blank):
-        if isinstance(x, ast.Name) and x.id in local:
-            x.id = numbers.setdefault(x.id, str(len(numbers)))
-        elif isinstance(x, ast.arg):
-            x.arg = numbers.setdefault(x.arg, str(len(numbers)))
-    return ast.dump(blank)
+    lines = [f"{ast.unparse(node.expression(of))} {node.key}" for node in nodes]
+    return "\n".join(
+        [name, *(numbers[id(x)] for x in inputs), *lines, *map(ast.unparse, map(of, outputs))]
+    )
 
 
 class _Body:
-    """The statements of a function. A result with one use and no name of its own is a part of the
-    expression that uses it."""
+    """The statements of a function. A result with one use is a part of the expression that uses it,
+    where that fits a line."""
 
     def __init__(
         self,
@@ -270,26 +267,27 @@ class _Body:
         self.maker = {id(x): node for node in nodes for x in node.outputs}
         uses = Counter(id(x) for node in nodes for x in node.inputs)
         uses.update(map(id, outputs))
-        ends = {id(x) for x in outputs} if len(outputs) == 1 else set()
         self.inlined = {
-            id(node)
-            for node in nodes
-            if len(node.outputs) == 1
-            and uses[key := id(node.outputs[0])] == 1
-            and (key not in names or key in ends)
+            id(node) for node in nodes if len(node.outputs) == 1 and uses[id(node.outputs[0])] == 1
         }
 
-    def statements(self) -> tuple[list[ast.stmt], dict[int, str]]:
-        """Return statements that fit a line, and the names of tensors."""
+    def statements(self) -> tuple[Sequence[ast.stmt], dict[int, str], list[ast.Constant]]:
+        """Return statements that fit a line, the names of tensors, and constants in their order of
+        evaluation."""
         while True:
+            self.constants: dict[int, list[ast.Constant]] = {id(node): [] for node in self.nodes}
             found, names, parts = self._attempt()
-            long = [y for x, y in zip(found, parts, strict=True) if len(ast.unparse(x)) > _ROOM]
-            inner = [x for part in long for x in part if id(x) in self.inlined]
-            if not inner:
-                return found, names
-            self.inlined -= {id(inner[len(inner) // 2])}
+            for statement, part in zip(found, parts, strict=True):
+                inner = [x for x in part if id(x) in self.inlined]
+                if len(ast.unparse(statement)) > _ROOM and inner:
+                    named = [x for x in inner if id(x.outputs[0]) in self.given] or inner
+                    sizes = [(abs(self._size(x) - len(inner) / 2), i) for i, x in enumerate(named)]
+                    self.inlined -= {id(named[min(sizes)[1]])}
+                    break
+            else:
+                return found, names, [x for node in self.nodes for x in self.constants[id(node)]]
 
-    def _attempt(self) -> tuple[list[ast.stmt], dict[int, str], list[list[_Node]]]:
+    def _attempt(self) -> tuple[list[ast.Assign | ast.Return], dict[int, str], list[list[_Node]]]:
         roots = [node for node in self.nodes if id(node) not in self.inlined]
         parts = [list(self._parts(node.inputs)) for node in roots]
         parts.append(list(self._parts(self.outputs)))
@@ -309,28 +307,44 @@ class _Body:
             holders[chosen], names[id(x)] = id(x), chosen
             return chosen
 
+        def written(node: _Node) -> ast.expr:
+            def of_node(x: Any) -> ast.expr:
+                made = of(x)
+                if isinstance(made, ast.Constant) and type(x) in (int, float):
+                    self.constants[id(node)].append(made)
+                return made
+
+            return node.expression(of_node)
+
         def of(x: Any) -> ast.expr:
             if not isinstance(x, Tensor):
                 return literal(x)
             node = self.maker.get(id(x))
             if node is not None and id(node) in self.inlined:
-                return node.expression(of)
+                return written(node)
             return ast.Name(names[id(x)])
 
         for x in self.inputs:
             name(x, -1)
-        found: list[ast.stmt] = []
+        found: list[ast.Assign | ast.Return] = []
         for i, root in enumerate(roots):
-            value = root.expression(of)
+            value = written(root)
             targets: list[ast.expr] = [ast.Name(name(x, i)) for x in root.outputs]
             found.append(
                 ast.Assign([targets[0] if len(targets) == 1 else ast.Tuple(targets)], value)
             )
-        results = list(map(of, self.outputs))
-        found.append(ast.Return(results[0] if len(results) == 1 else ast.Tuple(results)))
+        if roots and list(map(id, roots[-1].outputs)) == list(map(id, self.outputs)):
+            found[-1] = ast.Return(found[-1].value)
+            parts[-2:] = [[*parts[-2], *parts[-1]]]
+        else:
+            results = list(map(of, self.outputs))
+            found.append(ast.Return(results[0] if len(results) == 1 else ast.Tuple(results)))
         for statement in found:
             ast.fix_missing_locations(statement)
         return found, names, parts
+
+    def _size(self, node: _Node) -> int:
+        return 1 + len(list(self._parts(node.inputs)))
 
     def _parts(self, inputs: Sequence[Tensor]) -> Iterator[_Node]:
         for x in inputs:
@@ -361,25 +375,28 @@ def as_lines(definition: ast.FunctionDef) -> list[str]:
     for x in ast.walk(definition):
         if isinstance(x, ast.Constant) and type(x.value) is int and abs(x.value) > 999:
             _rename(x, hex(x.value).upper().replace("X", "x"))
-    head, *lines = ast.unparse(definition).splitlines()
-    if len(head) > WIDTH:
-        opening, _, rest = head.removesuffix("):").partition("(")
-        head = "\n".join([f"{opening}(", *(f"    {x.strip()}," for x in rest.split(",")), "):"])
-    found = map(_formatted, lines)
-    return [*head.splitlines(), *(part for x in found for part in _divided(x))]
+    lines = ast.unparse(definition).splitlines()
+    match definition.body[-1]:
+        case ast.Return(ast.Tuple(results)):
+            lines[-1] = f"    return {', '.join(map(ast.unparse, results))}"
+    return [*map(_formatted, lines)]
 
 
-def _divided(line: str) -> list[str]:
-    """Return a line, or a line for each item of the dict that it returns if it is too long."""
-    opening = line.partition("{")[0]
-    if len(line) <= WIDTH or opening.strip() != "return":
-        return [line]
-    margin = opening.removesuffix("return ")
-    made = ast.parse(line.removeprefix(opening), mode="eval").body
-    assert isinstance(made, ast.Dict)
-    items = zip(made.keys, made.values, strict=True)
-    lines = [f"    {ast.unparse(key)}: {ast.unparse(x)}," for key, x in items if key is not None]
-    return [f"{opening}{{", *(margin + _formatted(x) for x in lines), f"{margin}}}"]
+def as_source(x: ast.AST) -> str:
+    """Return an expression or a statement in the style of ruff's formatter."""
+    return "\n".join(map(_formatted, ast.unparse(ast.fix_missing_locations(x)).splitlines()))
+
+
+def expression(
+    function: Callable[..., Any], *args: str, given: dict[str, str] | None = None, **known: Any
+) -> str:
+    """Return what a function of one statement returns for arguments, as an expression."""
+    names = inspect.signature(function).parameters
+    found = dict(zip(names, args, strict=False)) | (given or {})
+    match simplified(function, known, found).body[-1]:
+        case ast.Return(ast.expr() as value):
+            return as_source(value)
+    raise AssertionError(function)
 
 
 def _formatted(line: str) -> str:

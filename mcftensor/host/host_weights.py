@@ -295,7 +295,10 @@ class HostWeights(_Part, Handle):
 
     def look_at(self, optimizer: Optimizer) -> None:
         """Before a step on these weights, see that they have what the device has."""
-        if not self._active or is_beside_backward() or not self._concerns(optimizer):
+        if not self._active or is_beside_backward():
+            return
+        self._require_own(optimizer)
+        if not self._concerns(optimizer):
             return
         self._require_known(optimizer)
         for p in self._names:
@@ -329,6 +332,15 @@ class HostWeights(_Part, Handle):
 
     def _concerns(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._device for p in parameters_of(optimizer))
+
+    def _require_own(self, optimizer: Optimizer) -> None:
+        names = [self._names[p] for p in parameters_of(optimizer) if p in self._names]
+        if names:
+            name = type(optimizer).__name__
+            raise RuntimeError(
+                f"mcf.host.weights: {name} has {some(names)} of the model, whose gradients go "
+                f"to the host. Make the optimizer of {name}(host.parameters(), ...)"
+            )
 
     def _require_known(self, optimizer: Optimizer) -> None:
         model = self._model()
@@ -450,8 +462,9 @@ def weights(
             an expansion already, has no data, or has gradients taken by another handle; a format
             of another base; FullyShardedDataParallel, or a DistributedDataParallel within the
             model or with unused parameters.
-        RuntimeError: in `optimizer.step()`, where the model has lost a parameter; where those
-            of the model are clipped, whose gradients are on the host.
+        RuntimeError: in `optimizer.step()`, where the model has lost a parameter, or the optimizer
+            has parameters of the model; where those of the model are clipped, whose gradients are
+            on the host.
 
     *Cost*: of the link, 4 bytes a parameter and step. On the host `bf16i8` and "compact" states
     take 5.1 bytes a parameter, `bf16i16` and float32 states 12, and 2 for gradients unless they
@@ -497,7 +510,7 @@ def weights(
                 f"mcf.host.weights: {name} of shape {tuple(p.shape)} is in {found.name} already; "
                 "make the weights of a plain model, and load the expansions into them: "
                 "state = model.state_dict(); mcf.as_plain(model); "
-                "mcf.host.weights(model, format).load_state_dict(state)"
+                "host = mcf.host.weights(model); host.load_state_dict(state)"
             )
         if p.is_meta or is_lazy(p):
             raise ValueError(

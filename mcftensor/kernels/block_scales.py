@@ -31,9 +31,7 @@ def _fake_of_blocks(x: Tensor) -> Tensor:
 def block_max(x: Tensor) -> Tensor:
     """Return the maximum of each block of non-negative integers."""
     rows = x.reshape(x.shape[0], -1) if x.numel() else x.new_empty(x.shape[0], 0)
-    missing = -rows.shape[1] % BLOCK_SIZE
-    if missing:
-        rows = F.pad(rows, (0, missing))
+    rows = F.pad(rows, (0, -rows.shape[1] % BLOCK_SIZE)) if rows.shape[1] % BLOCK_SIZE else rows
     return rows.view(x.shape[0], -1, BLOCK_SIZE).amax(2) if rows.numel() else _fake_of_blocks(x)
 
 

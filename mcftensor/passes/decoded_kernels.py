@@ -18,6 +18,7 @@ from mcftensor.arithmetic.formulas import OPERATIONS
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels import Signature
 from mcftensor.kernels.first_use import are_alike, hard_numbers
+from mcftensor.passes.evaluation import Asked, Evaluation, Factor
 from mcftensor.passes.expressions import scalar_tensor
 from mcftensor.passes.format_conversion import decoding, encoding
 from mcftensor.passes.operators import OPERATORS
@@ -72,16 +73,6 @@ def _is_known(name: str, are_numbers: tuple[bool, ...], keywords: tuple[str, ...
     )
 
 
-Factor = tuple[bool, tuple[int, ...]]
-"""A deferred factor: whether it includes the variable's initial factor, and its numbers."""
-
-Asked = tuple[Any, ...]
-"""A scalar: `("number", variable)`, `("factor", variable, Factor)`, `("key", variable)`,
-`("count", variable, writes before)` or `("start",)`."""
-
-_WHOLE = ("key", "count", "start")
-
-
 class Stage:
     """A kernel for some operations of a trace, followed by an operation of PyTorch.
 
@@ -92,8 +83,12 @@ class Stage:
         scalars: the scalars to read.
         stored: the variables to write.
         signature: the signature of `body`.
+        writes: how often each variable was written, to the end of the stage.
         factors: the deferred factors, by variable.
     """
+
+    writes: dict[int, int]
+    factors: dict[int, Factor]
 
     def __init__(
         self,
@@ -109,8 +104,7 @@ class Stage:
         changing = [x for x in operations if not trace.is_note(x)]
         changing += [self._entered] if self._entered else []
         self.stored = sorted({x.target for x in changing} & needed)
-        self._writes_before: dict[int, int] = before.writes if before else {}
-        self._factors_before: dict[int, Factor] = before.factors if before else {}
+        self._before = (before.writes, before.factors) if before else ()
         self.vectors: list[int | None] = []
         self.scalars: list[Asked] = []
         ones = torch.ones(1, device="cpu")
@@ -155,66 +149,56 @@ class Stage:
         scalar: Callable[[Asked], Tensor],
         index: Tensor,
     ) -> list[Tensor]:
-        variables = self._trace.variables
-        numbers: dict[int, Tensor] = {}
-        made: dict[int, Operation] = {}  # the operations that made numbers not yet stored
-        stored: dict[int, Sequence[Tensor]] = {}
-        self.writes, self.factors = dict(self._writes_before), dict(self._factors_before)
-
-        def write(operation: Operation, number: Tensor) -> None:
-            i = operation.target
-            numbers[i], made[i], self.factors[i] = number, operation, (False, ())
-            self.writes[i] = self.writes.get(i, 0) + 1
-
-        def store(i: int) -> None:
-            format, operation = variables[i].format, made.pop(i)
-            keys: list[Tensor] = []
-            if operation.key is not None:
-                keys = [scalar(("start",)), scalar(("key", operation.key))]
-            elif format.takes_key:
-                keys = [scalar(("start",)), scalar(("count", i, self.writes[i] - 1))]
-            stored[i] = encoding(format, torch.float32)([numbers.pop(i)], keys, index)
-
-        def factor_of(i: int) -> Factor:
-            return self.factors.get(i, (bool(variables[i].format.shared), ()))
-
-        def read(i: int) -> Tensor:
-            format = variables[i].format
-            if i in made and not (format.is_exact or format.arithmetic == "plain"):
-                store(i)
-            if i not in numbers:
-                own = stored[i] if i in stored else components(i)
-                (number,) = decoding(format, torch.float32)(own, (), index)
-                if any(factor_of(i)):
-                    number = number * scalar(("factor", i, factor_of(i))).to(torch.float32)
-                numbers[i] = number
-            return numbers[i]
-
+        made = _InKernel(self._trace, components, scalar, index, self._before)
         if self._entered is not None:
-            write(self._entered, components(None)[0])
+            made.enter(self._entered, components(None)[0])
         for operation in self._operations:
-            _, _, operands, target, keywords, _ = operation
-            if self._trace.is_note(operation):
-                if target in made:
-                    store(target)
-                numbers.pop(target, None)
-                first, factors = factor_of(target)
-                self.factors[target] = first, (*factors, operands[1])
-                continue
-            given = [
-                scalar(("number", i)).to(torch.float32)
-                if variables[i].begins_as == "number"
-                else read(i)
-                for i in operands
-            ]
-            count = len(given) - len(keywords)
-            named = dict(zip(keywords, given[count:], strict=True))
-            write(operation, _rounded(operation.single_name, *given[:count], **named))
-        taken = [] if self.then is None else [read(self.then.operands[0])]
+            made.carry_out(operation)
+        taken = [] if self.then is None else [made.read(self.then.operands[0])]
         for i in self.stored:
-            if i in made:
-                store(i)
-        return [*(x for i in self.stored for x in stored[i]), *taken]
+            if i in made.unstored:
+                made.store(i)
+        self.writes, self.factors = made.writes, made.factors
+        return [*(x for i in self.stored for x in made.stored[i]), *taken]
+
+
+class _InKernel(Evaluation[Tensor]):
+    """Operations on the tensors of which a kernel is recorded."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        components: Callable[[int | None], Sequence[Tensor]],
+        scalar: Callable[[Asked], Tensor],
+        index: Tensor,
+        before: Any,
+    ) -> None:
+        super().__init__(trace, *before)
+        self._components, self._scalar, self._index = components, scalar, index
+
+    def components(self, i: int) -> Sequence[Tensor]:
+        return self._components(i)
+
+    def scalar(self, asked: Asked) -> Tensor:
+        return self._scalar(asked).to(_dtype(asked))
+
+    def decode(self, i: int, components: Sequence[Tensor], factor: Asked) -> Tensor:
+        format = self.trace.variables[i].format
+        (numbers,) = decoding(format, torch.float32)(components, (), self._index)
+        is_of_first, others = factor[-1]
+        has_factor = others or (is_of_first and format.shared)
+        return numbers * self.scalar(factor) if has_factor else numbers
+
+    def encode(
+        self, i: int, numbers: Tensor, keys: Sequence[Asked], into: Any = None
+    ) -> Sequence[Tensor]:
+        encode = encoding(self.trace.variables[i].format, torch.float32)
+        return encode([numbers], list(map(self.scalar, keys)), self._index)
+
+    def compute(self, operation: Operation, operands: Sequence[Tensor]) -> Tensor:
+        count = len(operands) - len(operation.keywords)
+        named = dict(zip(operation.keywords, operands[count:], strict=True))
+        return _rounded(operation.single_name, *operands[:count], **named)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -253,4 +237,4 @@ def _depends(x: Operation, earlier: Operation) -> bool:
 
 
 def _dtype(asked: Asked) -> torch.dtype:
-    return torch.int64 if asked[0] in _WHOLE else torch.float32
+    return torch.int64 if asked[0] in ("key", "count", "start") else torch.float32

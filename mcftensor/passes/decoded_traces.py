@@ -23,7 +23,8 @@ from mcftensor.formats import Format
 from mcftensor.kernels import cpu, execute
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Column, Flat
-from mcftensor.passes.decoded_kernels import Asked, Factor, Stage, stages
+from mcftensor.passes.decoded_kernels import Stage, stages
+from mcftensor.passes.evaluation import Asked, Evaluation, Factor
 from mcftensor.passes.format_conversion import decode_columns, encode_columns
 from mcftensor.passes.traces import NUMBERS, Operation, Trace
 
@@ -188,16 +189,36 @@ class Decoded:
         """Return the states of a variable, apart from its components."""
         return self.columns[i][-1] if self.trace.widths[i] > 1 else ()
 
-    def factors(self, i: int, rows: Rows) -> list[float]:
-        """Return the deferred factors of a variable's rows."""
-        if i not in self._factors:
-            states = self.states(i)
-            self._factors[i] = [1.0 if x.factor is None else x.factor.value for x in states]
-        return self._factors[i][rows.first : rows.stop] or [1.0] * len(rows.lengths)
+    def scalar(self, asked: Asked, rows: Rows) -> Sequence[Any]:
+        """Return a scalar of each row."""
+        kind, *which = asked
+        own = slice(rows.first, rows.stop)
+        if kind == "start":
+            return [rows.start]
+        if kind == "factor":
+            return self._product(which[0], which[1], rows)
+        if kind == "count":
+            i, before = which
+            counts = [x.counted() for x in self.states(i)[own]]
+            return [x + before if before else x for x in counts if x is not None]
+        return self.columns[which[0]][0][own]
 
-    def leave_factors(self, i: int, rows: Rows, factors: Sequence[float]) -> None:
+    def _product(self, i: int, factor: Factor, rows: Rows) -> list[float]:
+        is_of_first, numbers = factor
+        found = [1.0] * len(rows.lengths)
+        if is_of_first:
+            if i not in self._factors:
+                states = self.states(i)
+                self._factors[i] = [1.0 if x.factor is None else x.factor.value for x in states]
+            found = self._factors[i][rows.first : rows.stop] or found
+        for j in numbers:
+            column = self.columns[j][0][rows.first : rows.stop]
+            found = [x * y for x, y in zip(found, column, strict=True)]
+        return found
+
+    def leave_factors(self, i: int, rows: Rows, factor: Factor) -> None:
         """Record the factors of rows that stay deferred after the computation."""
-        self._left[i][rows.first : rows.stop] = factors
+        self._left[i][rows.first : rows.stop] = self._product(i, factor, rows)
 
     @functools.cached_property
     def _left(self) -> dict[int, list[float]]:
@@ -268,7 +289,7 @@ class _Launched:
             addresses = [x for i in (*stage.vectors, *stage.stored) for x in self._places(i)]
             if stage.then_run is not None:
                 addresses += self._places(None)
-            scalars = list(map(self._scalar, stage.scalars))
+            scalars = [run.scalar(x, rows) for x in stage.scalars]
             dtypes = stage.signature.scalars
             widths = rows.lengths if stage.signature.shared else None
             call = execute.prepared(launch, rows.lengths, addresses, scalars, dtypes, widths)
@@ -284,7 +305,8 @@ class _Launched:
             list(map(_call, (self._left[0], drop)))
         for i in self._run.results:
             if self._run.states(i):
-                self._run.leave_factors(i, self._rows, self._factors(i, self._run.stages[-1]))
+                factor = self._run.stages[-1].factors.get(i, (True, ()))
+                self._run.leave_factors(i, self._rows, factor)
 
     def give_back(self) -> None:
         """Return the scratch memory for other rows."""
@@ -304,189 +326,112 @@ class _Launched:
                 self._addresses[i] = [list(map(Tensor.data_ptr, x)) for x in columns]
         return self._addresses[i]
 
-    def _scalar(self, asked: Asked) -> Sequence[Any]:
-        kind, *which = asked
-        own = slice(self._rows.first, self._rows.stop)
-        if kind == "start":
-            return [self._rows.start]
-        if kind == "factor":
-            return self._product(*which)
-        if kind == "count":
-            i, before = which
-            counts = [x.counted() for x in self._run.states(i)[own]]
-            return [x.item() + before for x in counts if x is not None]
-        return self._run.columns[which[0]][0][own]
 
-    def _factors(self, i: int, last: Stage) -> list[float]:
-        return self._product(i, last.factors.get(i, (True, ())))
-
-    def _product(self, i: int, factor: Factor) -> list[float]:
-        is_of_first, numbers = factor
-        found = self._run.factors(i, self._rows) if is_of_first else [1.0] * len(self._rows.lengths)
-        for j in numbers:
-            column = self._run.columns[j][0][self._rows.first : self._rows.stop]
-            found = [x * y for x, y in zip(found, column, strict=True)]
-        return found
-
-
-class _Computed:
+class _Computed(Evaluation[Tensor]):
     """Computed rows that are not stored yet.
 
     If `is_careful` is set, an error skips only the operation that raises and its dependents.
     """
 
     def __init__(self, run: Decoded, rows: Rows, is_careful: bool = False) -> None:
-        self._run, self._rows, self._trace = run, rows, run.trace
-        self._numbers: dict[int, Tensor] = {}  # by variable, decoded or computed
-        self._unrounded: dict[int, Operation] = {}  # the operations that wrote numbers not stored
-        self._rounded: dict[int, list[Column]] = {}  # components encoded during the computation
-        self._writes: dict[int, int] = {}
-        self._factors: dict[int, list[float]] = {}
+        super().__init__(run.trace)
+        self._run, self._rows = run, rows
         self._lost: set[int] = set()
         for place, operation in enumerate(run.steps):
             target = operation.target
             if self._lost.isdisjoint(operation.operands):
                 try:
-                    self._carry_out(operation)
+                    self.carry_out(operation)
                 except Exception:
                     if not is_careful:
                         raise
-            if target not in self._writes and self._trace.variables[target].begins_as == "nothing":
+            if target not in self.writes and self.trace.variables[target].begins_as == "nothing":
                 self._lost.add(target)
             for i in run.last_use[place]:
-                if i in self._numbers:
-                    run.give_back(self._numbers.pop(i))
+                self.forget(i)
 
     def commit(self) -> None:
         """Store the results. Repeating it has no effect."""
         run, rows = self._run, self._rows
         for i in run.results:
             try:
-                self._store(i)
+                self._write(i)
             except Exception as error:  # noqa: BLE001
                 run.errors.append(error)
-                self._store_if_possible(i)
+                self._write_if_possible(i)
             if i in self._lost:
                 run.lost.update([(i, row) for row in range(rows.first, rows.stop)])
             if run.states(i):
-                run.leave_factors(i, rows, self._factors_of(i))
+                run.leave_factors(i, rows, self.factor_of(i))
 
-    def _store(self, i: int) -> None:
-        run, rows, format = self._run, self._rows, self._trace.variables[i].format
-        if i in self._unrounded:
-            numbers = run.views(self._numbers[i], rows, format)
-            components = run.components(i, rows)
-            if format.arithmetic == "plain":
-                torch._foreach_copy_(list(components[0]), list(numbers))
-            else:
-                self._encode(i, numbers, components)
-        elif i in self._rounded:
-            for own, new in zip(run.components(i, rows), self._rounded[i], strict=True):
+    def _write(self, i: int) -> None:
+        if i in self.unstored:
+            self.rounded(i, self.components(i))
+        elif i in self.stored:
+            for own, new in zip(self.components(i), self.stored[i], strict=True):
                 torch._foreach_copy_(list(own), list(new))
 
-    def _store_if_possible(self, i: int) -> None:
+    def _write_if_possible(self, i: int) -> None:
         try:
-            self._store(i)
+            self._write(i)
         except Exception:  # noqa: BLE001
-            if self._trace.variables[i].begins_as == "nothing":
+            if self.trace.variables[i].begins_as == "nothing":
                 self._lost.add(i)
 
     def give_back(self) -> None:
         """Return the scratch memory for other rows."""
-        while self._numbers:
-            self._run.give_back(self._numbers.popitem()[1])
+        for i in list(self.numbers):
+            self.forget(i)
 
-    def _carry_out(self, operation: Operation) -> None:
-        _, _, operands, target, keywords, _ = operation
-        if self._trace.is_note(operation):
-            self._defer(target, self._numbers_of_rows(operands[1]))
-            return
-        is_in_place = operands[0] == target
-        tensors = {
-            place: self._read(i)
-            for place, i in enumerate(operands)
-            if self._trace.variables[i].begins_as != "number"
-        }
-        given = {
-            place: self._numbers_of_rows(i)
-            for place, i in enumerate(operands)
-            if place not in tensors
-        }
+    def forget(self, i: int) -> None:
+        if i in self.numbers:
+            self._run.give_back(self.numbers.pop(i))
+
+    def components(self, i: int) -> list[Column]:
+        return self._run.components(i, self._rows)
+
+    def scalar(self, asked: Asked) -> Sequence[Any]:
+        return self._run.scalar(asked, self._rows)
+
+    def decode(self, i: int, components: Sequence[Column], factor: Asked) -> Tensor:
+        format, numbers = self.trace.variables[i].format, self._new()
+        decode_columns(format, components, self._run.views(numbers, self._rows, format))
+        for rows, own in self._alike({0: self.scalar(factor)}):
+            if own[0] != 1:
+                numbers[rows].mul_(own[0])
+        return numbers
+
+    def encode(
+        self, i: int, numbers: Tensor, keys: Sequence[Asked], into: Sequence[Column] | None
+    ) -> Sequence[Column]:
+        format = self.trace.variables[i].format
+        if into is None:
+            into = [[torch.empty_like(x) for x in column] for column in self.components(i)]
+        rows = self._run.views(numbers, self._rows, format)
+        if format.arithmetic == "plain":
+            torch._foreach_copy_(list(into[0]), list(rows))
+        else:
+            drawn = list(self.scalar(keys[1])) if keys else []
+            encode_columns(format, rows, into, drawn, start=self._rows.start)
+        return into
+
+    def compute(self, operation: Operation, operands: Sequence[Any]) -> Tensor:
+        places, keywords = range(len(operands)), operation.keywords
+        given = {i: operands[i] for i in places if not isinstance(operands[i], Tensor)}
+        is_in_place = operation.operands[0] == operation.target
         function = _function(operation.name, is_in_place)
-        if not is_in_place:
-            out = self._numbers[target] = self._new()
+        made: Tensor = operands[0] if is_in_place else self._new()
         count = len(operands) - len(keywords)
         for rows, numbers in self._alike(given):
-            own = [
-                numbers[place] if place in given else tensors[place][rows]
-                for place in range(len(operands))
-            ]
+            own = [numbers[i] if i in given else operands[i][rows] for i in places]
             named = dict(zip(keywords, own[count:], strict=True))
-            if is_in_place:
-                function(*own[:count], **named)
-            else:
-                function(*own[:count], **named, out=out[rows])
-        self._unrounded[target] = operation
-        self._writes[target] = self._writes.get(target, 0) + 1
-        self._factors[target] = [1.0] * len(self._rows.lengths)
-
-    def _read(self, i: int) -> Tensor:
-        """Return the numbers of a variable, rounded as if they had been stored."""
-        format = self._trace.variables[i].format
-        if i in self._unrounded and not (format.is_exact or format.arithmetic == "plain"):
-            self._round(i)
-        if i not in self._numbers:
-            components = self._rounded.get(i) or self._run.components(i, self._rows)
-            numbers = self._new()
-            decode_columns(format, components, self._run.views(numbers, self._rows, format))
-            for rows, own in self._alike({0: self._factors_of(i)}):
-                if own[0] != 1:
-                    numbers[rows].mul_(own[0])
-            self._numbers[i] = numbers
-        return self._numbers[i]
-
-    def _defer(self, i: int, numbers: Sequence[float]) -> None:
-        if i in self._unrounded:
-            self._round(i)
-        if i in self._numbers:
-            self._run.give_back(self._numbers.pop(i))
-        own = zip(self._factors_of(i), numbers, strict=True)
-        self._factors[i] = [x * y for x, y in own]
-
-    def _factors_of(self, i: int) -> list[float]:
-        return self._factors.get(i) or self._run.factors(i, self._rows)
-
-    def _round(self, i: int) -> None:
-        """Round numbers as if they were stored, into other memory."""
-        format = self._trace.variables[i].format
-        numbers = self._run.views(self._numbers[i], self._rows, format)
-        columns = self._run.components(i, self._rows)
-        made: list[Column] = [[torch.empty_like(x) for x in column] for column in columns]
-        self._encode(i, numbers, made)
-        self._rounded[i] = made
-        del self._unrounded[i]
-        decode_columns(format, made, numbers)
-
-    def _encode(self, i: int, numbers: Column, components: Sequence[Column]) -> None:
-        format, operation = self._trace.variables[i].format, self._unrounded[i]
-        rows = self._rows
-        keys: list[Tensor] = []
-        if operation.key is not None:
-            keys = list(self._numbers_of_rows(operation.key))
-        elif format.takes_key:
-            before = self._writes[i] - 1
-            for state in self._run.states(i)[rows.first : rows.stop]:
-                count = state.counted()
-                assert count is not None
-                keys.append(count + before if before else count)
-        encode_columns(format, numbers, components, keys, start=rows.start)
+            if not is_in_place:
+                named["out"] = made[rows]
+            function(*own[:count], **named)
+        return made
 
     def _new(self) -> Tensor:
         return self._run.scratch()[: sum(self._rows.lengths)]
-
-    def _numbers_of_rows(self, i: int) -> Sequence[Any]:
-        (column,) = self._run.columns[i]
-        return column[self._rows.first : self._rows.stop]
 
     def _alike(self, given: dict[int, Sequence[Any]]) -> list[tuple[slice, dict[int, Any]]]:
         """Yield slices of scratch in which the numbers are the same, with these numbers."""

@@ -4,27 +4,20 @@ A trace lists operations on variables, which are tensors in a format, or numbers
 the results of earlier ones as if they had been stored, so that no bit differs. Traces built in the
 same way are the same object.
 
-A trace on terms is one kernel. A trace on storage formats calls PyTorch's operations on decoded
-numbers (`decoded_traces.py`).
+A trace on terms is one kernel (`term_traces.py`). A trace on storage formats is kernels with the
+bits of PyTorch's operations (`decoded_kernels.py`), or calls these (`decoded_traces.py`).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
-from mcftensor.arithmetic.formulas import OPERATIONS
-from mcftensor.arithmetic.machine_numbers import Machine
 from mcftensor.arithmetic.network_numbers import Network
-from mcftensor.arithmetic.number_protocol import Number, Numbers
 from mcftensor.formats import PLAIN, Format
-from mcftensor.kernels import Body, Signature
 from mcftensor.kernels.without_float64 import widest
-from mcftensor.passes.expressions import scalar_tensor, stored_floats
 
 T = TypeVar("T")
 
@@ -158,43 +151,6 @@ class Trace:
             and self.variables[target].takes_factor
             and self.variables[operands[1]].begins_as == "number"
         )
-
-    def kernel(self, results: tuple[int, ...]) -> tuple[Body, Signature]:
-        """Return the body that computes the variables `results`, and its signature."""
-        return self.once(results, lambda: self._kernel(results))
-
-    def _kernel(self, results: tuple[int, ...]) -> tuple[Body, Signature]:
-        dtypes: dict[str, list[torch.dtype]] = {"tensor": [], "number": [], "nothing": []}
-        for format, begins_as, *_ in self.variables:
-            dtypes[begins_as] += [x.dtype for x in format.components]
-        written = [x.dtype for i in results for x in self.variables[i].format.components]
-
-        def body(
-            vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor
-        ) -> Sequence[Tensor]:
-            left = {"tensor": iter(vectors), "number": map(scalar_tensor, scalars)}
-            stored: list[Sequence[Tensor]] = [
-                list(itertools.islice(left.get(begins_as, ()), len(format.components)))
-                for format, begins_as, *_ in self.variables
-            ]
-            entered: dict[tuple[int, Numbers], Number] = {}
-            for name, format, operands, target, *_ in self.operations:
-                for i in operands:
-                    if (i, format.numbers) not in entered:
-                        floats = stored_floats(self.variables[i].format, stored[i])
-                        entered[i, format.numbers] = format.numbers.of(floats)
-                number = OPERATIONS[name](*[entered[i, format.numbers] for i in operands])
-                entered = {key: x for key, x in entered.items() if key[0] != target}
-                if isinstance(format.numbers, Machine):  # the same number as from `made`
-                    made, entered[target, format.numbers] = format.rounded(number)
-                else:
-                    made = format.encode(number, None)
-                pairs = zip(made, format.components, strict=True)
-                stored[target] = [x.to(component.dtype) for x, component in pairs]
-            return [x for i in results for x in stored[i]]
-
-        signature = Signature(tuple(dtypes["tensor"]), tuple(dtypes["number"]), tuple(written))
-        return body, signature
 
 
 EMPTY = Trace()

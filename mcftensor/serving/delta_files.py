@@ -1,7 +1,7 @@
 """Deltas: which elements of parameters changed and to what, as safetensors files, and their use.
 
 Of a parameter that changed in few places a delta has the gaps between these and the new codes, of
-any other the whole. The page `docs/guides/deltas.md` says it in twenty lines of NumPy.
+any other the whole. The page `docs/guides/rl.md` says it in twenty lines of NumPy.
 """
 
 from __future__ import annotations

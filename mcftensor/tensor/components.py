@@ -349,12 +349,18 @@ class ComponentTensor(torch.Tensor):
         self.grad = None
 
 
+def keep_from_compilers(function: Any) -> None:
+    """Have compilers take no frame of a function, or below it, for the start of a graph.
+
+    What a graph leaves to eager code calls the library's own functions.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
 # Compiled code reads gradients as it runs, and compilers before torch 2.11 would trace the getter.
-_skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
-torch._C._dynamo.eval_frame.set_code_exec_strategy(
-    ComponentTensor.grad.fget.__code__,  # type: ignore[attr-defined]
-    torch._C._dynamo.eval_frame._FrameExecStrategy(_skip, _skip),
-)
+keep_from_compilers(ComponentTensor.grad.fget)  # type: ignore[attr-defined]
 
 
 def _rounded_gradient(read: Tensor, format: Format) -> Tensor:

@@ -349,8 +349,8 @@ def updating(operation: Any, target: Any, source: Tensor) -> None:
     action = _thread.action
     if action == "ignore" or current_step() is not None or not target.numel():
         return
-    if not is_bare([source, target._component0]):
-        return
+    if source.device != target.device or not is_bare([source, target._component0]):
+        return  # what comes from another device was not computed from the parameter
     frame: FrameType | None
     if is_of_leading := _is_noted(_of_leading, source):
         frame = _outside()  # a load says nothing of this rounding

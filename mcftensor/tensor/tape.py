@@ -27,6 +27,7 @@ from mcftensor.kernels import LOCK, Column, Columns, run_alike
 from mcftensor.kernels.facts import facts_of
 from mcftensor.passes.decoded_traces import Decoded
 from mcftensor.passes.expressions import Expression, Operand, carry_out
+from mcftensor.passes.term_traces import kernel
 from mcftensor.passes.traces import EMPTY, Trace
 
 # The number of strands at which the older half of them is run: enough to compute many tensors
@@ -298,7 +299,7 @@ def _write(
         if id(x) not in addresses:
             addresses[id(x)] = facts_of(x)[3]
     run_alike(
-        *trace.kernel(results),
+        *kernel(trace, results),
         Columns(vectors, scalars, outputs, done=done),
         list(map(torch.Size.numel, shapes)),
         [addresses[id(x)] for x in chain(vectors, outputs)],

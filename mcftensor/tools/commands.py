@@ -83,33 +83,32 @@ def run_memory(options: argparse.Namespace) -> int:
     """Say what a model takes in training, and whether that fits."""
     model = memory_fit.model_of(options.sources)
     optimizer = optimizer_named(options.optimizer)
-    size, owner = memory_fit.room()
-    if options.memory:
-        size, owner = size_in_bytes(options.memory, "--memory"), "given"
-        if options.memory.isdecimal() and size < 1 << 20:
-            raise ValueError(
-                f"--memory is {options.memory!r}, {size} bytes; give a unit, as '80GB'"
-            )
+    size = size_in_bytes(options.memory, "--memory") if options.memory else None
+    if size is not None and options.memory.isdecimal() and size < 1 << 20:
+        raise ValueError(f"--memory is {options.memory!r}, {size} bytes; give a unit, as '80GB'")
+    rooms = memory_fit.rooms(size, on_host=options.host)
     if options.mode:
         name = options.format or ("bf16i8" if options.mode.startswith("compact") else None)
         format = name and named(name)
         found = estimate(
             model, options.mode, format=format, optimizer=optimizer, on_host=options.host
         )
-        least = found.total if found.device_bytes is None else found.device_bytes
+        sizes = found.total, 0, 0
+        ways = [memory_fit.Strategy(options.mode, sizes, found.trained, found.device_bytes)]
         shown, what = str(found), f"mode {options.mode}"
     else:
         ways = list(memory_fit.strategies(model, optimizer, on_host=options.host))
-        shown, least = memory_fit.fits(ways, size), min(x.on_device for x in ways)
-        what = "the smallest"
+        shown, what = memory_fit.fits(ways, rooms), "the smallest"
     count = sum(p.numel() for p in model.parameters())
-    verdict = "fits into" if least <= size else "does not fit into"
+    fits = any(x.fits(rooms) for x in ways)
+    verdict = "fits into" if fits else "does not fit into"
+    places = " and ".join(f"the {text_tables.size(x.size)} {x.owner}" for x in rooms)
     say(
         f"{count:,} parameters, {options.optimizer}, without activations"
         f"{', weights on the host' if options.host else ''}\n{shown}\n"
-        f"{what} {verdict} the {text_tables.size(size)} {owner}"
+        f"{what} {verdict} {places}"
     )
-    return int(least > size)
+    return int(not fits)
 
 
 def optimizer_named(name: str) -> MakeOptimizer:

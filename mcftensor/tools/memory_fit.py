@@ -28,6 +28,14 @@ from mcftensor.tools.memory_summary import (
 )
 
 
+class Room(NamedTuple):
+    """A memory: its bytes, whose they are, and whether it is the host's, beside a device."""
+
+    size: int
+    owner: str
+    of_host: bool = False
+
+
 class Strategy(NamedTuple):
     """A way to train a model, and the memory that it needs."""
 
@@ -48,6 +56,10 @@ class Strategy(NamedTuple):
     def on_device(self) -> int:
         """Bytes on the device."""
         return self.total if self.device is None else self.device
+
+    def fits(self, rooms: Sequence[Room]) -> bool:
+        """Whether each memory suffices for its part."""
+        return all((self.total if x.of_host else self.on_device) <= x.size for x in rooms)
 
 
 # A format, a mode, and whether gradients are released.
@@ -88,10 +100,8 @@ def strategies(
         yield strategy(name, found, 0, found.bytes_of("gradients"))
 
 
-def fits(found: Sequence[Strategy], room: int) -> str:
-    """Return a table of strategies as text; its last column says which fit into so many bytes of
-    the device.
-    """
+def fits(found: Sequence[Strategy], rooms: Sequence[Room]) -> str:
+    """Return a table of strategies as text; its last column says which fit."""
     beside = [] if found[0].device is None else ["device"]
     total = "on the host" if beside else "in all"
     rows: list[tuple[str, ...]] = [
@@ -99,28 +109,35 @@ def fits(found: Sequence[Strategy], room: int) -> str:
     ]
     for x in found:
         each = f"{x.total / max(x.trained, 1):.2f}"
-        fits = "yes" if x.on_device <= room else "no"
+        fits = "yes" if x.fits(rooms) else "no"
         sizes = [text_tables.size(size) for size in (*x.sizes, x.total)]
         device = [text_tables.size(x.on_device)] if beside else []
         rows.append((x.name, *sizes[:3], each, sizes[3], *device, fits))
     return text_tables.as_text(rows)
 
 
-def room() -> tuple[int, str]:
-    """Return the bytes of the first GPU, or of this machine without a GPU, and whose they are.
+def rooms(given: int | None = None, *, on_host: bool = False) -> list[Room]:
+    """Return the memories that are to suffice: so many bytes of a device, if they are given; else
+    those of the first GPU, and of this machine as the host or where it has no GPU.
 
     Raises:
         CheckpointError: the system does not say it.
     """
+    if given is not None:
+        return [Room(given, "given for the device" if on_host else "given")]
+    found = list[Room]()
     if torch.cuda.is_available():
-        name = torch.cuda.get_device_name(0)
-        return torch.cuda.get_device_properties(0).total_memory, f"of {name}"
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "of this machine"
-    except (AttributeError, ValueError):
-        raise CheckpointError(
-            "this system does not say how much memory it has; give it with --memory"
-        ) from None
+        gpu = torch.cuda.get_device_properties(0)
+        found = [Room(gpu.total_memory, f"of {gpu.name}")]
+    if on_host or not found:
+        try:
+            size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, ValueError):
+            raise CheckpointError(
+                "this system does not say how much memory it has; give it with --memory"
+            ) from None
+        found.append(Room(size, "of this machine", on_host))
+    return found
 
 
 # ---------------------------------------------------------------------------------------- sources

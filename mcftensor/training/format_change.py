@@ -162,7 +162,8 @@ def prepare(
 
     Args:
         model: the module. Call `prepare` before `DistributedDataParallel` or `fully_shard`.
-        optimizer: any `torch.optim.Optimizer` over parameters of the model.
+        optimizer: any `torch.optim.Optimizer` over parameters of the model. With several, call
+            `prepare` for each.
         mode: a mode of `collage`. If None, the optimizer keeps its mode, or creates its states in
             the format of each parameter.
         format: the format of the parameters, or its name, as for `as_expansion`.
@@ -219,10 +220,12 @@ class TrainingConversion:
         mode: Mode | None,
         overrides: Overrides | None,
     ) -> None:
-        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        given = [model, optimizer, *([mode] if isinstance(mode, Optimizer) else [])]
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer) or given[2:]:
             raise TypeError(
-                f"{where}: got {type(model).__name__} and {type(optimizer).__name__}; give a "
-                "module and a torch.optim.Optimizer over its parameters"
+                f"{where}: got {' and '.join(type(x).__name__ for x in given)}; give a module and "
+                "a torch.optim.Optimizer over its parameters. With several optimizers, call it for "
+                "each of them"
             )
         if current_step() is not None:
             raise RuntimeError(f"{where}: a step is under way; call it between two steps")

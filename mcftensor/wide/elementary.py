@@ -104,7 +104,7 @@ def constant_in(format: Format, value: ConstantOfBits, device: torch.device) -> 
     base = BASES[format.dtype]
     number = value(format.precision + 2 * base.precision) if callable(value) else value
     floats = exact.floats_of(number, base.precision, len(format.components))
-    terms = [torch.tensor(y, dtype=base.dtype, device=device) for y in floats]
+    terms = [torch.full((), y, dtype=base.dtype, device=device) for y in floats]  # no copy there
     return MCFTensor.of(terms, format.nearest)
 
 
@@ -220,8 +220,10 @@ def _erfinv(x: Tensor) -> Tensor:
     half_root = like(x, lambda bits: exact.sqrt(exact.pi(bits), bits) / 2)
     right = BASES[x.dtype].precision - 8
     while right < format.precision:
-        error = torch.where(size < 0.5, size - torch.erf(found), torch.erfc(found) - rest)
-        change = error * torch.exp(found * found) * half_root
+        inverse = torch.exp(found * found)  # without it, erfc may have tails below all numbers
+        tail_error = by_formula("erfcx_of_size", found) - rest * inverse
+        error = torch.where(size < 0.5, (size - torch.erf(found)) * inverse, tail_error)
+        change = error * half_root
         found = found + change / (1 - found * change)
         right *= 3
     plain = torch.erfinv(x._read()[0])  # type: ignore[attr-defined]

@@ -66,6 +66,13 @@ def _scaled_erfc(x: Guarded) -> Guarded:
     return polynomial((x - middle).times(unit), _of_g, -3, bits)
 
 
+def erfcx_of_size(x: Guarded) -> Result:
+    """exp(x²) erfc(|x|), with |x| clamped to the end."""
+    size, end = abs(x), _end(x.base)
+    value = _scaled_erfc(where(size.leading < end, size, end))
+    return value, value.leading
+
+
 def _complement(x: Guarded) -> tuple[Guarded, Tensor]:
     """erfc(|x|) as v 2^k, with |x| clamped to the end."""
     size, end = abs(x), _end(x.base)

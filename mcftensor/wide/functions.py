@@ -69,6 +69,7 @@ _FUNCTIONS: dict[str, Callable[..., Result]] = {
     "cbrt": logarithms.cube_root,
     "erf": error_function.erf,
     "erfc": error_function.erfc,
+    "erfcx_of_size": error_function.erfcx_of_size,
     "ndtr": error_function.ndtr,
     "gelu": error_function.gelu,
     "gamma": gamma_function.gamma_of,

@@ -197,15 +197,18 @@ def digamma(x: Guarded) -> Result:
     """The derivative of log|gamma(x)|."""
     leading = x.leading
     y, is_below, distance, is_finite = _reflected(x)
+    is_small = leading.abs() < 2.0**-20  # x (x + 1) may have tails below the smallest number
+    y, is_below = where(is_small, x + 1, y), is_below & ~is_small
     w, (product, slope), _ = _moved(y, 1)
     value = logarithms.natural(w) + _stirling(w, 1) - slope / product
     near, is_near = _near_root(y)
     value = where(is_near & ~is_below, near, value)
     is_pole = distance.leading == 0
-    tiny = leading.abs() < 2.0 ** -((x.count - 1) * x.base.precision + 6)
-    sine, cosine = turn(where(is_below & ~is_pole & ~tiny, distance, 0.25))
+    sine, cosine = turn(where(is_below & ~is_pole, distance, 0.25))
     value = where(is_below, value - cosine / sine * x.of(exact.pi), value)
-    value = where(tiny, -_inverse(where(leading == 0, 1.0, x)), value)
+    inverse = _inverse(where(is_small & (leading != 0), x, 1.0))
+    is_tiny = leading.abs() < 2.0 ** -((x.count - 1) * x.base.precision + 6)
+    value = where(is_small, where(is_tiny, -inverse, value - inverse), value)
     plain = torch.where(is_below & is_pole, torch.nan, value.leading)
     infinite = torch.copysign(torch.full_like(leading, torch.inf), -leading)
     plain = torch.where(leading == 0, infinite, plain)

@@ -588,7 +588,7 @@ class TestMemory:
 
 def test_the_table_of_layouts_is_the_page():
     """The docstring and the guide name the same layouts."""
-    page = (foreign.ROOT / "docs/guides/bridge.md").read_text()
+    page = (foreign.ROOT / "docs/checkpoints.md").read_text()
     rows = re.findall(
         r"^ *\| ([A-Z][^|]+?) \|", mcf.checkpoint.convert_checkpoint.__doc__, re.MULTILINE
     )

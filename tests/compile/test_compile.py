@@ -409,3 +409,16 @@ def test_functions_that_a_step_compiles(format):
         left.append([[x.tolist() for x in p.components] for p in params])
     assert left[0] == left[1]
     assert counter.frame_count == 1
+
+
+def test_what_a_graph_leaves_to_eager_code():
+    """Algorithms of linear algebra read numbers, and nothing of the library begins a graph."""
+    x = sample(mcf.fp64x2, 4, 4) + mcf.as_expansion(4 * torch.eye(4).double(), mcf.fp64x2)
+    counter = CompileCounter()
+
+    def solved(x):
+        lower = torch.linalg.cholesky(x @ x.t())
+        return torch.linalg.solve(x, lower * 2) + torch.linalg.qr(x).R + torch.linalg.det(x)
+
+    assert_same_terms(torch.compile(solved, backend=counter)(x), solved(x))
+    assert counter.frame_count <= 4

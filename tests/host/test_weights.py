@@ -356,6 +356,16 @@ def test_clipping_the_model_raises():
     assert clip_grad_norm_(host.parameters(), 1.0) > 0
 
 
+def test_an_optimizer_of_the_model_raises():
+    model, host, *_ = stepped()
+    optimizer = torch.optim.AdamW(model.parameters())
+    backward(model, 3)
+    with pytest.raises(RuntimeError, match=r"AdamW has 0.weight, .* AdamW\(host.parameters"):
+        optimizer.step()
+    host.remove()
+    optimizer.step()
+
+
 def test_zero_grad_of_a_part_of_the_model():
     model, host, *_ = stepped()
     backward(model, 3)
@@ -493,7 +503,8 @@ REFUSED = {
         lambda: mcf.as_expansion(nn.Linear(2, 2)),
         {},
         ValueError,
-        r"weight of shape \(2, 2\) is in bf16x2 already; make the weights of a plain model",
+        r"weight of shape \(2, 2\) is in bf16x2 already; make the weights of a plain model.*; "
+        r"host = mcf.host.weights\(model\); host.load_state_dict\(state\)",
     ),
     "no staging": (network, {"staging_bytes": 0}, ValueError, "staging_bytes=0"),
 }

@@ -114,7 +114,7 @@ def numbers_into_masks(device, format):
     x = mcf.as_expansion(drawn(6, 64).to(device), format)
     x[x > 1] = 0.3
     x[torch.tensor([True, False] * 3).to(device)] = 0.7
-    x[:, torch.tensor([True, False] * 32).to(device)] = torch.tensor(0.4)
+    x[:, torch.tensor([True, False] * 32).to(device)] = torch.tensor(0.4, device="cpu")
     return [x]
 
 
@@ -170,6 +170,13 @@ def changes_of_place(device):
     x = sample(mcf.bf16x3, 5, 4)
     there = x.to(device)
     return [there, there.cpu(), there.to(device), x.clone().copy_(there), there.clone().copy_(x)]
+
+
+@scenario
+def copies_of_plain_tensors(device):
+    """From the host and from the device."""
+    sources = [drawn(5, 4), drawn(5, 4).to(device)]
+    return [sample(mcf.bf16x3, 5, 4).to(device).copy_(source) for source in sources]
 
 
 # -------------------------------------------------------------------------------------- models
@@ -377,6 +384,7 @@ WAITS = {
     "operators/structure.py to_copy": "changes_of_place",
     "patches/distributed.py _converted": "conversion_on_the_device",
     "tensor/tensor.py _like": "modes-compact",
+    "tensor/implicit_rounding.py _is_small_update": "copies_of_plain_tensors",
     "formats/moving.py move_component": "operations-mxfp8",
     "dispatch/store.py overwrite": "changes_of_place",
     "dispatch/store.py uninterrupted": "other_operators-bf16x2",

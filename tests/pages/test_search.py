@@ -36,7 +36,7 @@ FIRST = {
     "sdxl": "guides/image-models.html",
     "onetrainer": "guides/image-models.html",
     "kohya": "guides/image-models.html",
-    "Muon": "guides/muon.html",
+    "Muon": "optimizers.html",
     "trl": "guides/rl.html",
     "grpo": "guides/rl.html",
     "verl": "guides/rl.html",

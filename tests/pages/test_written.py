@@ -50,6 +50,16 @@ def test_a_table_that_is_not_true_is_found(tmp_path):
     assert "no <!-- end -->" in run(script, "--check").stderr
 
 
+@pytest.mark.parametrize("folder", ["docs", "mcftensor", "tests", "studies", "examples", "."])
+def test_nothing_is_left_of_a_merge(folder):
+    """Between the two marks that git leaves, on lines of their own."""
+    files = (ROOT / folder).glob("*" if folder == "." else "**/*")
+    texts = {".md", ".py", ".toml", ".yml", ".yaml", ".css", ".js", ".txt", ".sh"}
+    for path in files:
+        if path.suffix in texts and path.is_file():
+            assert not re.search(r"^(<{7}|>{7}) ", path.read_text(), re.M), path
+
+
 def test_pages_have_no_holes_when_they_are_read_as_markdown():
     """Pictures are there, and every mark has something between it and its end."""
     for page in (ROOT / "docs").rglob("*.md"):

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mcftensor as mcf
 from mcftensor.scaling import exponents
+from support.releases import GRADIENTS_OF_AMINMAX
 from support.scales import BITS, FORMATS, assert_near, at, exact, floor_log2, half, normal
 
 EXPONENTS = st.integers(-100, 100)
@@ -481,7 +482,10 @@ BY_ROW = {
 }
 
 
-@pytest.mark.parametrize("name", BY_ROW)
+MARKED = {"aminmax": GRADIENTS_OF_AMINMAX}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=MARKED.get(x, ())) for x in BY_ROW])
 @FEW
 @given(s=EXPONENTS)
 def test_operators_follow_the_rows_of_expansions(name, s):

@@ -123,7 +123,7 @@ def test_tables_and_the_picture_are_made_of_records(run, tmp_path, monkeypatch):
     assert tails[5].startswith(f"{b - a:+.4f}".replace("-", "−") + " ± ")
     closed = [100 * (x - y) / (x - z) for x, y, z in zip(*finals, strict=True)]
     assert tails[6].startswith(f"{sum(closed) / 2:.1f}".replace("-", "−") + " ± ")
-    assert tails[10] == "2"
+    assert tails[8] == "2"
     assert rows["| `bf16i16`", "all steps"][4] == f"{exact:.4f}"
     (change, *later) = records["main-bf16-meter-0"]["result"]["changes"]
     share = tables.share(records["main-bf16-meter-0"])

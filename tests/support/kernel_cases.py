@@ -22,6 +22,7 @@ from mcftensor.kernels.program import Program
 from mcftensor.passes import expansion
 from mcftensor.passes.expressions import Expression, Operand, carry_out, empty
 from mcftensor.passes.format_conversion import decode_columns, encode_columns
+from mcftensor.passes.term_traces import kernel
 from mcftensor.passes.traces import EMPTY, NUMBERS, Operation, Trace, Variable
 
 NAMES = [
@@ -243,7 +244,7 @@ def run_trace(
     trace: Trace, operands: Sequence[Sequence[Tensor]], numbers: Sequence[float]
 ) -> list[Tensor]:
     """What a trace writes to its variables."""
-    body, signature = trace.kernel(trace.written)
+    body, signature = kernel(trace, trace.written)
     vectors = [[x] for terms in operands for x in terms]
     outputs = [[torch.empty_like(vectors[0][0], dtype=dtype)] for dtype in signature.outputs]
     kernels.run(body, Columns(vectors, [[x] for x in numbers], outputs))

@@ -34,6 +34,7 @@ from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.digit_body import KINDS
 from mcftensor.kernels.program import Body, Program
 from mcftensor.kernels.triton import THREAD_BLOCK
+from mcftensor.tensor import pickling
 from mcftensor.tensor.step_tensors import PendingTensor
 
 aten = torch.ops.aten
@@ -177,6 +178,8 @@ class Pretence(TorchDispatchMode):
             raise Misplaced(f"float64 in {func} on {self.device.type}")
         takes_numbers = torch.Tag.pointwise in func.tags or func._opname.startswith("_foreach_")
         for x in here:
+            if packet in _INDEXING and x.device == _META:  # C++ has made it, for `meta`
+                raise Misplaced(f"{func} by a list, which is copied to {self.device}")
             if packet in _INDEXING and _fills_mask(*args):
                 continue
             if packet in _INDEXING and x is not args[0]:
@@ -282,6 +285,9 @@ class _Stream:
     def wait_stream(self, stream: _Stream) -> None:
         assert stream.device == self.device
 
+    def is_capturing(self) -> bool:
+        return False
+
     def __enter__(self) -> None: ...
 
     def __exit__(self, *args: object) -> None: ...
@@ -318,7 +324,7 @@ def _show_tensors(mode: Pretence, patch: pytest.MonkeyPatch) -> None:
     make, make_wrapper, to = Tensor._make_subclass, Tensor._make_wrapper_subclass, Tensor.to
     data_ptr, get_device, tolist = Tensor.data_ptr, Tensor.get_device, Tensor.tolist
     device, swap = Tensor.device, torch._C._swap_tensor_impl
-    tensor = torch.tensor
+    tensor, as_tensor = torch.tensor, torch.as_tensor
 
     def make_subclass(cls: type, data: Tensor, requires_grad: bool = False) -> Tensor:
         if hasattr(data, "_cpu"):
@@ -353,6 +359,9 @@ def _show_tensors(mode: Pretence, patch: pytest.MonkeyPatch) -> None:
             return tensor(data, device=device, **kwargs)
         return tensor(data, device="cpu", **kwargs).to(mode.device)
 
+    def as_tensor_of(data: Any, **options: Any) -> Any:
+        return (as_tensor if isinstance(data, Tensor) else tensor_of)(data, **options)
+
     def to_list(x: Tensor) -> Any:
         if hasattr(x, "_cpu"):
             mode.wait()
@@ -364,6 +373,7 @@ def _show_tensors(mode: Pretence, patch: pytest.MonkeyPatch) -> None:
             x._cpu = y._cpu
 
     patch.setattr(torch._C, "_swap_tensor_impl", swap_impl)
+    patch.setattr(pickling, "_OWN", {*pickling._OWN, "_cpu", "_is_pretended"})
     patch.setattr(Tensor, "_make_subclass", staticmethod(make_subclass))
     patch.setattr(Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass))
     patch.setattr(Tensor, "data_ptr", lambda x: data_ptr(getattr(x, "_cpu", x)))
@@ -375,6 +385,7 @@ def _show_tensors(mode: Pretence, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tensor, "is_meta", property(lambda x: device_of(x).type == "meta"))
     patch.setattr(Tensor, "to", to_there)
     patch.setattr(torch, "tensor", tensor_of)
+    patch.setattr(torch, "as_tensor", as_tensor_of)
     patch.setattr(Tensor, "pin_memory", Tensor.clone)
     patch.setattr(Tensor, "tolist", to_list)
 
@@ -395,7 +406,7 @@ def _show_device(mode: Pretence, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch._C, "_group_tensors_by_device_and_dtype", by_device)
     patch.setattr(torch._C, "_len_torch_dispatch_stack", count)
     patch.setattr("mcftensor.tensor.step_context._count_modes", count)
-    patch.setattr(torch.accelerator, "current_stream", lambda device: _Stream(mode.device))
+    patch.setattr(torch.accelerator, "current_stream", lambda *device: _Stream(mode.device))
     for module in ("cuda", "xpu"):
         patch.setattr(f"torch.{module}._lazy_init", lambda: None)
     run, known = eager.run, _SEEN.setdefault((mode.device.type, mode.has_float64), set())

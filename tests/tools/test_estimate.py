@@ -1,7 +1,9 @@
 """What a model would take: of models that are not converted, of checkpoints, of shapes."""
 
 import copy
+import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,6 +147,25 @@ def test_compact_is_with_tails_of_one_byte(command):
     assert "7.06 bytes a parameter" in out
     _, out = command("10M", "--memory", "1GB", "--mode", "compact", "--format", "bf16x2")
     assert "8.06 bytes a parameter" in out
+
+
+def test_both_sides_of_a_host_are_judged(command, monkeypatch):
+    count = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 10 * 10**9}
+    monkeypatch.setattr(os, "sysconf", count.get)
+    status, out = command("1B", "--host")  # 4.1 GB to 14 GB on the host, 2 GB on the device
+    assert [fits for _, fits in rows(out).values()] == [*4 * ["no"], *4 * ["yes"]]
+    assert status == 0
+    assert out.endswith("\nthe smallest fits into the 9.31 GiB of this machine\n")
+    assert command("1B", "--host", "--mode", "full")[0] == 1
+    status, out = command("1B", "--host", "--memory", "1GB")
+    assert (status, {fits for _, fits in rows(out).values()}) == (1, {"no"})
+    assert out.endswith("does not fit into the 953.67 MiB given for the device\n")
+    gpu = SimpleNamespace(total_memory=10**9, name="a GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    status, out = command("1B", "--host")
+    assert (status, {fits for _, fits in rows(out).values()}) == (1, {"no"})
+    assert out.endswith("into the 953.67 MiB of a GPU and the 9.31 GiB of this machine\n")
 
 
 def test_this_machine(command):

@@ -238,6 +238,8 @@ def test_errors_leave_all_as_it_was():
             call()
     wrong = {
         "prepare: got Sequential and generator; give a module": (model, model.parameters()),
+        "Sequential and AdamW and SGD; .* several optimizers, call": (model, optimizer, other),
+        "Sequential and list; .* several optimizers, call it for each": (model, [optimizer, other]),
         "passes its steps on to another optimizer": (model, Wrapper(optimizer)),
     }
     for message, arguments in wrong.items():

@@ -963,6 +963,8 @@ def check(name, format):
 if not hasattr(F, "linear_cross_entropy"):  # before torch 2.13
     del CASES["linear_cross_entropy"]
 
+if torch.__version__ >= "2.14":  # which has removed it
+    del CASES["cholesky"]
 SCANNED = [*dict.fromkeys([*ELEMENTWISE, *CASES])]
 
 

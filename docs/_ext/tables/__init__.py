@@ -6,7 +6,7 @@ import importlib
 
 MODULES = (
     *("accuracy", "bert", "breaks", "deltas", "ecosystem", "findings", "gpt2", "house", "judged"),
-    *("late", "logits", "number_formats", "operators", "order", "speed", "training", "updates"),
+    *("late", "logits", "number_formats", "operators", "speed", "training", "updates"),
 )
 
 

@@ -11,7 +11,7 @@ def delta_bytes() -> str:
     found = said["size"]
     rates = list(next(iter(found.values())))
     rows = []
-    for rate in rates:
+    for rate in rates[::2]:
         row = [f"{float(rate):.0e}"]
         for name in ("bf16", "bf16x2"):
             x = found[name][rate]
@@ -36,19 +36,3 @@ def delta_cost() -> str:
     ]
     heads = ("fused AdamW step", "take, in steps", "apply, in steps")
     return table(("format", *heads), rows)
-
-
-def increment_bytes() -> str:
-    """By learning rate and format: bytes of an incremental checkpoint over those of a whole one."""
-    found = load("delta_cost")["increments"]
-    rates = list(next(iter(found.values())))
-    kinds = ("weights", "with states")
-    rows = [
-        (
-            f"{float(rate):.0e}",
-            *(percent(x[rate][kind], 0) for x in found.values() for kind in kinds),
-        )
-        for rate in rates
-    ]
-    heads = (f"{name}: {kind}" for name in found for kind in kinds)
-    return table(("lr", *heads), rows)

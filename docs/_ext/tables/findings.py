@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from questions import sizes
-from questions.trial import count_parameters
 from tables.sources import load, machine, percent, signed, table
-
-STRATEGIES = ("master", "bf16", "light", "plus", "full", "compact", "exact", "round")
 
 
 def rate(x: float) -> str:
@@ -23,6 +20,7 @@ def findings_stored() -> str:
     rows = [
         (f"`{row[head]}`", f"{row['bytes']}", *(f"{row[c]:.1e}" for c in columns[1:]))
         for row in result["stored"]
+        if not row[head].endswith(("rn", "x4br", "x2s", "x3s"))
     ]
     names = (
         "weights",
@@ -32,66 +30,17 @@ def findings_stored() -> str:
     return table(names, rows) + "\n\n" + machine(result)
 
 
-def findings_trained() -> str:
-    """What trainings with such weights came to."""
-    rows = [
-        (
-            f"`{row['format']}`",
-            f"{row['ratio']:.3f}",
-            percent(row["lost"]),
-            f"{row['displacement_matrices']:.1e}",
-            f"{row['validation']:.4f}"
-            if not row["gap_half"]
-            else signed(row["gap"], row["gap_half"]),
-        )
-        for row in load("findings-eight")["trained"]
-    ]
-    return table(("weights", "EDQ ratio", "lost", "displacement", "nats a byte"), rows)
-
-
-def findings_beta2() -> str:
-    """Losses of each strategy and learning rate by beta2, and how clear the best one is."""
-    result = load("findings-beta2")
-    rows = []
-    middle = sorted({row["lr"] for row in result["best"]})[1]
-    for row in (row for row in result["best"] if row["lr"] != middle):
-        losses = [
-            f"**{loss:.4f}**" if beta2 == row["beta2"] else f"{loss:.4f}"
-            for beta2, loss in zip(result["beta2s"], row["losses"], strict=True)
-        ]
-        second = f"{signed(row['worse'], row['half'])} ({row['second']:g})"
-        rows.append((f"{row['strategy']}, lr {rate(row['lr'])}", *losses, second))
-    head = ("", *(f"beta2 {x:g}" for x in result["beta2s"]), "second best, to the best")
-    return table(head, rows)
-
-
-def findings_moments() -> str:
-    """What beta2 does to second moments, and to the loss beside master weights."""
-    result = load("findings-beta2")
-    lr = min(row["lr"] for row in result["cells"])
-    rows = [
-        (
-            row["strategy"],
-            f"{row['beta2']:g}",
-            signed(row["gap"], row["gap_half"]),
-            f"{row['ratio']:.3f}",
-            f"{row['second_moment']:.3f}",
-            f"{row['displacement_matrices']:.1e}",
-        )
-        for row in result["cells"]
-        if row["lr"] == lr and row["strategy"] != "master" and row["beta2"] > 0.99
-    ]
-    head = (
-        f"lr {rate(lr)}", "beta2", "nats from master weights", "EDQ ratio", "v over exact",
-        "displacement",
-    )  # fmt: skip
-    return table(head, rows) + "\n\n" + machine(result)
-
-
 def findings_prediction() -> str:
     """Rank correlations of what meters say with what a run loses."""
     result = load("findings-prediction")
-    hidden = ("group", "runs", "lost of v", "|1 − leading ratio|", "|1 − v/exact|")
+    hidden = (
+        "group",
+        "runs",
+        "lost of v",
+        "|1 − leading ratio|",
+        "|1 − v/exact|",
+        "|1 − ratio of v|",
+    )
     predictors = [name for name in result["correlations"][0] if name not in hidden]
 
     def cell(found: dict[str, Any] | None) -> str:
@@ -103,7 +52,7 @@ def findings_prediction() -> str:
     rows = [
         (row["group"], str(row["runs"]), *(cell(row[name]) for name in predictors))
         for row in result["correlations"]
-        if row["runs"] > 12 and row["group"] not in STRATEGIES[2:]
+        if row["group"] in ("all", "without bf16", "bf16")
     ]
     head = ("runs of", "number", *(name.replace("|", "\\|") for name in predictors))
     return table(head, rows) + "\n\n" + machine(result)
@@ -119,7 +68,12 @@ def findings_growth() -> str:
         if row["source"] == "real":
             cells.append(f"{row['second_moment'][-1]:.3f}")
     rows = [(f"{strategy}, {kind}", *cells) for (strategy, kind), cells in found.items()]
-    rows.sort(key=lambda row: row[0].partition(", ")[2])
+    left_out = ("full", "tail8")  # between plus and exact
+    rows = [
+        (name.partition(", ")[0], *cells)
+        for name, *cells in rows
+        if name.endswith("matrices") and not name.startswith(left_out)
+    ]
     steps = result["rows"][0]["steps"]
     ends = [f"step {steps[0]}", f"step {steps[-1]:,}"]
     head = ("", *(f"{source}: {x}" for source in ("random", "real") for x in ends), "v over exact")
@@ -137,57 +91,35 @@ def findings_others() -> str:
         (
             f"{row['optimizer']}, {row['strategy']}",
             rate(row["lr"]),
-            f"{row['validation']:.4f}"
-            if row["strategy"] == "master"
-            else signed(row["gap"], row["gap_half"]),
+            signed(row["gap"], row["gap_half"]),
             number(row["ratio"], ".3f"),
-            number(row["lost"] and 100 * row["lost"], ".1f") + " %",
             number(row["displacement_matrices"], ".1e"),
-            number(row["displacement_vectors"], ".1e"),
         )
         for row in result["rows"]
+        if row["strategy"] != "master"
     ]
-    head = (
-        "", "lr", "nats, and from master weights", "EDQ ratio", "lost", "displacement, matrices",
-        "vectors",
-    )  # fmt: skip
+    head = ("", "lr", "nats from master weights", "EDQ ratio", "displacement")
     return table(head, rows) + "\n\n" + machine(result)
 
 
-def million(x: float) -> str:
-    """Parameters in millions."""
-    return f"{x:.1f} M" if x < 10 else f"{x:.0f} M"
-
-
-def findings_sizes_run() -> str:
-    """Which sizes have run, and how."""
-    result = load("findings-sizes")
-    settings = result["settings"]
-    done = list(dict.fromkeys(million(row["million"]) for row in result["rows"]))
-    every = [million(count_parameters(shape) / 1e6) for shape in sizes.SHAPES]
-    missing = [size for size in every if size not in done]
-    by_count: dict[int, list[str]] = {}
-    for size, most in zip(every, sizes.SEEDS, strict=True):
-        if size in done:
-            by_count.setdefault(min(most, len(settings["seeds"])), []).append(size)
-    seeds = "; ".join(f"{count} of {', '.join(found)}" for count, found in by_count.items())
-    return (
-        f"- Run: {', '.join(done)}; not run: {', '.join(missing) or 'none'}.\n"
-        f"- {settings['steps']} steps of {settings['batch_size']} windows, "
-        f"beta2 {sizes.BETA2:g}. Seeds: {seeds}."
-    )
-
-
 def findings_sizes() -> str:
-    """By size and strategy, at each of both learning rates: the loss, and what updates lose."""
+    """The gap of plain bf16 and what its updates lose, by size, at each of both learning rates."""
     result = load("findings-sizes")
-    found: dict[str, list[str]] = {}
-    for share in sizes.SHARES:
-        for row in (row for row in result["rows"] if row["share"] == share):
-            is_reference = row["strategy"] == sizes.REFERENCE
-            nats = f"{row['validation']:.4f} (lr {rate(row['lr'])})"
-            cells = found.setdefault(f"{row['strategy']}, {million(row['million'])}", [])
-            cells.append(nats if is_reference else signed(row["gap"], row["gap_half"]))
-            cells.append(percent(row["lost"]))
-    head = ("", "nats, at the best rate", "lost", "nats, at a third of it", "lost")
-    return table(head, [(name, *cells) for name, cells in found.items()]) + "\n\n" + machine(result)
+    found = {(row["share"], row["strategy"], row["million"]): row for row in result["rows"]}
+    best, third = sizes.SHARES
+    columns = [[found[share, "bf16", x] for x in _sizes(result)] for share in (best, third)]
+    masters = [found[best, sizes.REFERENCE, x] for x in _sizes(result)]
+    rows = [
+        ("the best rate", *(rate(row["lr"]) for row in masters)),
+        *(
+            (f"nats above master weights, {at}", *(signed(x["gap"], x["gap_half"], 3) for x in xs))
+            for at, xs in zip(("at it", "at a third of it"), columns, strict=True)
+        ),
+        ("updates lost, at it", *(percent(row["lost"], 0) for row in columns[0])),
+    ]
+    heads = [f"{x:.1f} M" if x < 10 else f"{x:.0f} M" for x in _sizes(result)]
+    return table(("plain bf16", *heads), rows) + "\n\n" + machine(result)
+
+
+def _sizes(result: dict[str, Any]) -> list[float]:
+    return list(dict.fromkeys(row["million"] for row in result["rows"]))

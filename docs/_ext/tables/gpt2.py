@@ -22,8 +22,8 @@ def by_size() -> list[dict[str, list[Found]]]:
 
 
 def gpt2_losses() -> str:
-    """A table for each size: the loss over the steps, and what the meter says at the end."""
-    return "\n\n".join(losses(rows) for rows in by_size()) or "No run yet."
+    """Of the largest: the loss over the steps, and what the meter says at the end."""
+    return losses(by_size()[0])
 
 
 def losses(rows: dict[str, list[Found]]) -> str:
@@ -56,13 +56,12 @@ def losses(rows: dict[str, list[Found]]) -> str:
                 f"{late(runs[0], 'ratio') or 0.0:.4f}",
                 percent(late(runs[0], "lost") or 0.0, 2),
                 f"{runs[0].bytes:.2f}",
-                f"{statistics.median(x.result['seconds_per_step'] for x in runs):.2f}",
             )
         )
     step = first["result"]["validation"][half][0]
     head = (
         f"{first['parameters'] / 1e6:.0f} M", f"loss, step {step}", f"loss, step {run['steps']}",
-        "seeds", "EDQ ratio", "lost", "bytes", "s a step",
+        "seeds", "EDQ ratio", "lost", "bytes",
     )  # fmt: skip
     said = (
         f"{run['steps']} steps of {run['batch_size']} × {run['length']} tokens, "

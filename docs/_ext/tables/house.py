@@ -46,11 +46,10 @@ def layers() -> str:
     for folder in (folder for group in groups() for folder in group):
         text = (PACKAGE / folder / "README.md").read_text().split("\n\n")[1].replace("\n", " ")
         sentence = re.split(r"(?<=[a-z`)])\. ", text, maxsplit=1)[0].removesuffix(".")
-        names = ", ".join(f"`{x}`" for x in sorted(imports(folder)))
-        rows.append((f"`{folder}/`", sentence, names))
+        rows.append((f"`{folder}/`", sentence))
     mutual = [" and ".join(f"`{x}`" for x in group) for group in groups() if len(group) > 1]
     note = f"These import each other: {'; '.join(mutual)}."
-    return f"{table(('folder', 'contents', 'imports from'), rows)}\n\n{note}"
+    return f"{table(('folder', 'contents'), rows)}\n\n{note}"
 
 
 def commands() -> str:

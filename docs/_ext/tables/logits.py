@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from tables.sources import load, machine, percent, table
+from tables.sources import load, machine, table
 
 WAYS = ("bf16", "float32 copy", "mcftensor")
-
-
-def divergence_errors() -> str:
-    """Of the gradient of a divergence."""
-    result = load("logits")
-    rows = [
-        (f"{x['classes']:,}", f"{x['distance']}", *[percent(x[way], 3) for way in WAYS])
-        for x in result["errors"]
-    ]
-    head = ("logits of a row", "distance", "PyTorch in bf16", "PyTorch, float32 copy", "mcftensor")
-    return table(head, rows)
 
 
 def logit_passes() -> str:

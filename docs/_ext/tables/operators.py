@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcftensor.patches.table import FIRST, TABLE
+from mcftensor.patches.table import FIRST, TABLE, Patch
 from tables.sources import load, machine, table
 
 
@@ -14,16 +14,22 @@ def patches() -> str:
     # In an order that does not depend on which part of the library was imported first.
     for row in sorted(TABLE, key=lambda row: (row.when != FIRST, row.when, row.name)):
         alike = occasions.setdefault(row.when, {})
-        alike.setdefault((row.why, row.loss, row.before, row.releases), []).append(f"`{row.name}`")
+        alike.setdefault((row.why, row.before, row.releases), []).append(f"`{row.name}`")
     parts = []
     for when, groups in occasions.items():
         parts.append(f"## With {when if when == FIRST else f'`{when}`'}")
-        for (why, loss, before, releases), names in groups.items():
+        for (why, before, releases), names in groups.items():
             package = names[0].strip("`").partition(".")[0]
-            head = f"{', '.join(names)} ({package} {releases})"
-            early = f" *It does not wait for an expansion:* {before}" if before else ""
-            parts.append(f"{head}\n:   {why} *Without it,* {loss}{early}")
+            seen = "" if releases == Patch.releases else f" ({package} {releases})"
+            head = f"{', '.join(names)}{seen}"
+            early = f" *It does not wait for an expansion:* {_first(before)}" if before else ""
+            parts.append(f"{head}\n:   {_first(why)}{early}")
     return "\n\n".join(parts)
+
+
+def _first(text: str) -> str:
+    """The first sentence of a text."""
+    return f"{text.partition('. ')[0].removesuffix('.')}."
 
 
 def outcome(entry: dict[str, Any]) -> str:
@@ -56,8 +62,8 @@ def operator_summary() -> str:
 
 
 def operators() -> str:
-    """By module: a row for each operator that raises or errs by more than a unit in some format,
-    and the names of the others."""
+    """By module: a row for each operator that errs by more than a unit in some format, and the
+    names of those that raise."""
     result = load("operator-matrix")["operators"]
     groups: dict[str, list[str]] = {}
     for name in result:
@@ -67,21 +73,19 @@ def operators() -> str:
     parts = []
     for module in sorted(groups, key=lambda m: (m != "torch", m)):
         names = groups[module]
+        entries = {name: [*result[name].values()] for name in names}
         rows = [
-            (f"`{name}`", *(outcome(entry) for entry in result[name].values()))
-            for name in names
-            if any(x["refused"] or x["units"] > 1 for x in result[name].values())
+            (f"`{name}`", *map(outcome, found))
+            for name, found in entries.items()
+            if any(x["computed"] and (x["refused"] or x["units"] > 1) for x in found)
         ]
-        apart = {row[0] for row in rows}
-        none = [
-            f"`{n}`"
-            for n in names
-            if not any(x["computed"] or x["refused"] for x in result[n].values())
+        refused = [
+            f"`{name}`"
+            for name, found in entries.items()
+            if any(x["refused"] for x in found) and not any(x["computed"] for x in found)
         ]
-        good = [f"`{n}`" for n in names if f"`{n}`" not in apart and f"`{n}`" not in none]
-        head = ("operator", *next(iter(result.values())))
-        texts = [table(head, rows)] if rows else []
-        texts += [f"Within a unit in all formats: {', '.join(good)}."] if good else []
-        texts += [f"No floating-point tensors: {', '.join(none)}."] if none else []
-        parts.append("\n\n".join((f"## {module}", *texts)))
+        texts = [table(("operator", *next(iter(result.values()))), rows)] if rows else []
+        texts += [f"Raise: {', '.join(refused)}."] if refused else []
+        if texts:
+            parts.append("\n\n".join((f"## {module}", *texts)))
     return "\n\n".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,29 +60,25 @@ def main_job(found: dict[str, list[dict[str, Any]]], columns: dict[str, list[str
     return table(head, rows)
 
 
-# Name in the study: what is trained how, and in which types are parameters, gradients and
-# activations, states, and the operands of products.
+# Name in the study: what is trained how, and in which types are parameters and states. Gradients
+# and activations are float16 in all rows but the first.
 SCALING = {
-    "float32": ("float32", "float32", "float32", "float32", "float32"),
-    "stochastic": ("`scalify(model)`", "float16, stochastic", "float16", "float16", "float16"),
-    "scaled": ("the same, to nearest", "float16", "float16", "float16", "float16"),
-    "scaled8": ("`tail=8`", "float16 and int8", "float16", "float16", "float16"),
-    "pairs": ("`fp16x2`", "fp16x2", "float16", "fp16x2", "float16"),
-    "weights": ("float32 states", "float16", "float16", "float32", "float16"),
-    "weights8": ("the same, `tail=8`", "float16 and int8", "float16", "float32", "float16"),
-    "masters": ("float32 masters", "float32, and float16 of it", "float16", "float32", "float16"),
-    "fp8": ('`products="fp8"`', "float16, stochastic", "float16", "float16", "E4M3, E5M2"),
+    "float32": ("float32", "float32", "float32"),
+    "stochastic": ("`scalify(model)`", "float16, stochastic", "float16"),
+    "scaled": ("the same, to nearest", "float16", "float16"),
+    "scaled8": ("`tail=8`", "float16 and int8", "float16"),
+    "pairs": ("`fp16x2`", "fp16x2", "fp16x2"),
+    "weights": ("float32 states", "float16", "float32"),
+    "weights8": ("the same, `tail=8`", "float16 and int8", "float32"),
+    "masters": ("float32 masters", "float32, and float16 of it", "float32"),
+    "fp8": ('`products="fp8"`', "float16, stochastic", "float16"),
     "fp8masters": (
-        "float32 masters", "float32, and float16 of it", "float16", "float32", "E4M3, E5M2"
+        '`products="fp8"`, float32 masters', "float32, and float16 of it", "float32"
     ),
-    "float16": ("unscaled", "float16", "float16", "float16", "float16"),
-    "float16eps": ("unscaled, eps 1e-6", "float16", "float16", "float16", "float16"),
-    "halfgrads": (
-        "unscaled, float32 masters", "float32, and float16 of it", "float16", "float32", "float16"
-    ),
-    "gradscaler": (
-        "`torch.amp.GradScaler`", "float32, and float16 of it", "float16", "float32", "float16"
-    ),
+    "float16": ("unscaled", "float16", "float16"),
+    "float16eps": ("unscaled, eps 1e-6", "float16", "float16"),
+    "halfgrads": ("unscaled, float32 masters", "float32, and float16 of it", "float32"),
+    "gradscaler": ("`torch.amp.GradScaler`", "float32, and float16 of it", "float32"),
 }  # fmt: skip
 
 
@@ -93,26 +90,21 @@ def scaling() -> str:
     rows = []
     for name, words in SCALING.items():
         runs = result["runs"][name]
-        cells, off = [], []
-        for seed, reference in base.items():
-            run = runs.get(seed)
-            if run is None:
-                cells.append("–")
-            elif run["validation"] is None:
-                cells.append(f"NaN in step {run['steps'] + 1}")
-            elif name == "float32":
-                cells.append(f"{reference:.4f}")
-            else:
-                off.append(run["validation"] - reference)
-                mark = "†" if seed in earlier.get(name, ()) else ""
-                cells.append(signed(off[-1]) + mark)
-        mean = signed(sum(off) / len(off)) if off else "–"
+        ends = {seed: run["validation"] for seed, run in runs.items()}
+        if name == "float32":
+            mean = f"{statistics.fmean(base.values()):.4f}"
+        elif None in ends.values():
+            steps = [run["steps"] + 1 for run in runs.values()]
+            mean = f"NaN in step {min(steps)}" + (f" to {max(steps)}" * (len({*steps}) > 1))
+        else:
+            off = [end - base[seed] for seed, end in ends.items()]
+            mark = "†" if earlier.get(name) else ""
+            mean = f"{signed(statistics.fmean(off))} ({_range(off)}){mark}"
         zeros = [100 * run["zeros"] for run in runs.values()]
         share = sum(zeros) / len(zeros)
-        rows.append((*words, *cells, mean, f"{share:.2g} %" if share else "0"))
+        rows.append((*words, mean, f"{share:.2g} %" if share else "0"))
     head = (
-        "", "parameters", "gradients, activations", "states", "products",
-        *(f"seed {seed}" for seed in base), "mean", "gradients that are zero",
+        "", "parameters", "states", "nats a byte, and from float32", "gradients that are zero",
     )  # fmt: skip
     note = ""
     if earlier:
@@ -123,52 +115,13 @@ def scaling() -> str:
     return table(head, rows) + note + "\n\n" + machine(result)
 
 
+def _range(found: Sequence[float]) -> str:
+    return f"{min(found):+.4f} to {max(found):+.4f}".replace("-", "−")
+
+
 def _most_by_rule(result: dict[str, Any]) -> str:
     before = result["before_the_rule"]
     changes = {n: abs(result["runs"][n]["0"]["validation"] - x) for n, x in before.items()}
     eight = max(x for n, x in changes.items() if n.startswith("fp8"))
     others = max(x for n, x in changes.items() if not n.startswith("fp8"))
     return f"{others:.5f}, with 8-bit products {eight:.4f}"
-
-
-def scaling_sizes() -> str:
-    """Between which powers of two the root mean square of data lies over the training."""
-    runs = load("scaling")["runs"]
-    kinds = {
-        "activations": "activations",
-        "gradients": "gradients of parameters",
-        "parameters": "parameters",
-        "exp_avg": "first moments",
-        "exp_avg_sq": "second moments",
-    }
-    rows = []
-    for name in ("float32", "stochastic", "scaled8", "fp8"):
-        cells = []
-        for kind in kinds:
-            found = [x for xs in runs[name]["0"]["sizes"].get(kind, {}).values() for x in xs]
-            known = [x for x in found if x is not None]
-            cells.append(" to ".join(f"{x:.1f}" for x in _rounded(known)) if known else "–")
-        rows.append((SCALING[name][0], *(cell.replace("-", "−") for cell in cells)))
-    return table(("log₂ of the root mean square", *kinds.values()), rows)
-
-
-def _rounded(found: Sequence[float]) -> tuple[float, float]:
-    return round(min(found), 1) + 0.0, round(max(found), 1) + 0.0  # no negative zero
-
-
-def rates() -> str:
-    """Loss of compact at other learning rates, and what its steps did."""
-    result = load("pretrain-rates")
-    rows = []
-    for rate, seeds in result["rates"].items():
-        found = [seed["compact"] for seed in seeds.values()]
-        off = [x["compact"]["nats"] - x["master"]["nats"] for x in seeds.values()]
-        moments = [x["witness"]["second_moment"] for x in found]
-        largest = [x["witness"]["largest_run"] / x["witness"]["largest_exact"] for x in found]
-        cells = [f"{x:+.4f}".replace("-", "−") for x in (*off, sum(off) / len(off))]
-        rows.append((rate, *cells, f"{min(moments):.4f}", f"{max(largest):.2f}"))
-    head = (
-        "learning rate", "seed 0", "seed 1", "seed 2", "mean", "second moment, over the exact one",
-        "largest update, over the exact one",
-    )  # fmt: skip
-    return table(head, rows) + "\n\n" + machine(result)

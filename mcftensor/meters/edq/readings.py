@@ -312,7 +312,7 @@ def _block_sums(
         is_beside = ~_are_zero(_terms(beside, wanted))
         row[_BESIDE], row[_ZERO] = is_beside.sum(), (is_beside & _are_zero(news)).sum()
     dots = accumulate_dots(intended, (intended, *moves))
-    row[_COUNTS:] = dots[:, [0, 1, -1]].t().flatten()
+    row[_COUNTS:] = torch.cat([dots[:, i] for i in (0, 1, -1)])  # a list as an index is copied
     return row
 
 
