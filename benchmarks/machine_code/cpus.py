@@ -160,7 +160,14 @@ def compiler(target: InstructionSet) -> list[str]:
 
 
 def _largest_loop(text: Sequence[str], assembly: Assembly) -> list[str]:
-    """Of the loops without another in them the one with the most instructions on vectors."""
+    """Of the loops without another in them the one with the most instructions on vectors.
+
+    The function `careful`, for the rest of a row and for unusual blocks, does not count.
+    """
+    bounds = re.compile(r"_ZL7careful\S*:|\s+\.size\s+_ZL7careful")
+    ends = [i for i, line in enumerate(text) if bounds.match(line)]
+    for start, end in reversed(list(zip(ends[::2], ends[1::2], strict=True))):
+        text = [*text[:start], *text[end:]]
     found = [re.match(r"\.L\w+(?=:)", line) for line in text]
     labels = {label[0]: i for i, label in enumerate(found) if label}
     loops = []

@@ -163,23 +163,25 @@ def split_terms(
 def round_to_terms(x: Tensor, base: torch.dtype, terms: int, noise: Noise | None = None) -> Tensor:
     """Round x, of a wider dtype than `base`, to a sum of `terms` terms, returned as one number.
 
-    Each term is rounded and subtracted, exactly. The terms need not be normalized: a term that
-    rounds onto a tie next to an odd term before it (one in a thousand) leaves that term off by an
-    ulp. So the terms are summed, and `peel` splits the sum.
+    Each term is rounded and x is subtracted from it, exactly, so the next term has the other sign.
+    The terms need not be normalized: a term that rounds onto a tie next to an odd term before it
+    (one in a thousand) leaves that term off by an ulp. So the next term is subtracted again, and
+    `peel` splits the difference. A zero keeps its sign, as -0 - (-0 - -0) = -0.
     """
     wide = torch.float32 if noise is None else widest(x.device)
     x = x.to(torch.promote_types(x.dtype, wide))
     rounded = []
     for _ in range(terms - 1):
-        rounded.append(x.to(base))
-        x = _remainder(x, rounded[-1])
+        rounded.append(x.to(base).to(x.dtype))
+        x = torch.nan_to_num(rounded[-1] - x, 0.0, 0.0, 0.0)
     last = round_to(x, base)
     if noise is not None:
         last = move(last, _remainder(x, last), noise)
     x = last.to(x.dtype)
     for term in reversed(rounded):
-        x = term.to(x.dtype) + x
-    return torch.copysign(x, rounded[0].to(x.dtype))  # sums lose the sign of a zero
+        x = term - x
+    # Noise may cancel the least number above zero.
+    return x if noise is None else torch.copysign(x, rounded[0])
 
 
 def peel(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:

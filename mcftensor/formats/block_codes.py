@@ -129,7 +129,7 @@ class MXFP8(BlockFormat):
         magnitude = codes & 0x7F
         normal = (magnitude << _LOST) + (120 << 23)
         x = normal.view(torch.float32)
-        small = (x + x - 2.0**-6).view(torch.int32)  # below the normal number for these codes alone
+        small = (x + x - 2.0**-6).view(torch.int32)  # below the normal one for these codes alone
         bits = small.minimum(normal)
         bits = torch.where(magnitude == 0x7F, _NAN, bits)
         return (bits | ((codes & 0x80) << 24)).view(torch.float32) * _factors(scales)

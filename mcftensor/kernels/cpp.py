@@ -18,7 +18,7 @@ import torch
 
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.printer import COMMON, Copy, Dialect, Printer, lines_of
-from mcftensor.kernels.program import COMPUTED, Program, Signature
+from mcftensor.kernels.program import COMPUTED, Program, Signature, Usual
 
 # Elements per thread that make starting it worthwhile, as in PyTorch.
 GRAIN = 1 << 15
@@ -189,6 +189,7 @@ INLINE U wide(B x) { return wide(to<H>(x)); }
 INLINE H narrow(U x) { return to<H>(x); }
 INLINE B narrow_twice(U x) { return to<B>(narrow(x)); }
 #endif
+struct Whole { constexpr operator int() const { return LANES; } };
 template <class V, class T>
 INLINE V load(const T *p, int n) {
   typename Lanes<T>::type x = {};
@@ -232,7 +233,14 @@ template <class T>
 INLINE U first_of_pair(const T *p) { return pair(p) & constant<65535u>(); }
 template <class T>
 INLINE U second_of_pair(const T *p) { return pair(p) >> 16; }
-INLINE U paired(U first, U second) { return (first & constant<65535u>()) | second << 16; }
+INLINE U paired(U first, U second) {
+#if defined(__AVX2__) && !defined(__clang__) && LANES == 8
+  return as<U>(__builtin_ia32_pblendw256(
+      as<SignedPairs>(first), as<SignedPairs>(second << 16), 0xaa));
+#else
+  return (first & 0xffff) | second << 16;
+#endif
+}
 INLINE void store_pairs(const void *) {}
 template <class... P>
 INLINE void store_pairs(uint16_t *p, U first, U second, P... others) {
@@ -404,6 +412,27 @@ _SHARING = (
 #define SHARING {BLOCK_SIZE}
 """
     + """\
+INLINE I are_nans() { return I{}; }
+template <class... V>
+INLINE I are_nans(F x, F y, V... others) {
+#if defined(__AVX2__) && !defined(__clang__) && LANES == 8
+  return as<I>(__builtin_ia32_cmpps256(x, y, 3)) | are_nans(others...);
+#else
+  return (x != x) | (y != y) | are_nans(others...);
+#endif
+}
+INLINE bool has_sign(I x) {  // in any lane
+#if defined(__AVX512F__) && !defined(__clang__) && LANES == 16
+  return __builtin_ia32_ptestmd512(x, all<I>(1u << 31), -1);
+#elif defined(__AVX2__) && !defined(__clang__) && LANES == 8
+  return __builtin_ia32_movmskps256(as<F>(x));
+#else
+  uint64_t words[sizeof x / 8], any = 0;
+  __builtin_memcpy(words, &x, sizeof x);
+  for (uint64_t word : words) any |= word;
+  return any & 0x8000000080000000;
+#endif
+}
 template <int STEP>
 INLINE I largest(I x) {  // of all lanes, in each lane
   if constexpr (STEP == 0) return x;
@@ -417,7 +446,7 @@ INLINE I largest(I x) {  // of all lanes, in each lane
     return largest<STEP / 2>(x > y ? x : y);
   }
 }
-struct Every {};
+struct Every {};  // element counts
 INLINE I counts(I, Every) { return ~I{}; }
 INLINE I counts(I place, int32_t valid) { return place < valid; }
 template <int TOGETHER, class N, class... V>
@@ -453,10 +482,7 @@ static void run(
     int64_t count, int64_t begin, int64_t end{argument}) {{
 {names}
 {before}
-  auto compute = [&](int64_t i, auto n) __attribute__((always_inline)) {{
-{body}
-  }};
-  struct Whole {{ constexpr operator int() const {{ return LANES; }} }};
+{compute}
   constexpr Whole n;
   int64_t i = begin;
   for (; {whole}i + {vectors} * LANES <= end; i += {vectors} * LANES) {{
@@ -500,8 +526,8 @@ extern "C" void launch(
 _IN_MEMORY = """\
 #if defined(__AVX2__) && defined(__ELF__) && !defined(__clang__)
 #define IN_MEMORY(x) \\
-  static const U here_##x __asm__("constant_" #x) __attribute__((used)) = \\
-      {x, x, x, x, x, x, x, x}; \\
+  static const U here_##x __asm__("constant_" #x) __attribute__((used)) = { \\
+      x, x, x, x, x, x, x, x}; \\
   extern const U there_##x __asm__("constant_" #x) __attribute__((visibility("hidden"))); \\
   template <> inline __attribute__((always_inline)) U constant<x>() { return there_##x; }
 """
@@ -510,7 +536,25 @@ _IN_MEMORY = """\
 _REST = """\
 for (; i + LANES <= end; i += LANES) compute(i, n);
 if (i < end) compute(i, int(end - i));"""
-_SHARING_REST = "for (; i < end; i += SHARING) compute(i, n);"
+_COMPUTE = """\
+  auto compute = [&](int64_t i, auto n) __attribute__((always_inline)) {{
+{body}
+  }};"""
+_SHARING_REST = "if (i < end) careful(word, number, count, i, end, valid);"
+
+# Blocks one by one: those of a remainder, and those with unusual numbers.
+_CAREFUL = """
+static __attribute__((noinline)) void careful(
+    const int64_t *word, const double *number,
+    int64_t count, int64_t begin, int64_t end, int32_t valid) {{
+{names}
+{before}
+  constexpr Whole n;
+  for (int64_t i = begin; i < end; i += SHARING) {{
+{body}
+  }}
+}}
+"""
 
 # Rows that end in a part of a block. The length is then that of rows padded to whole blocks. The
 # last block of a row is computed in memory of its own, from zeros beyond its elements.
@@ -585,25 +629,36 @@ def source(program: Program, width: int) -> str:
     count = max(next((x for most, x in _TOGETHER.items() if length <= most), 1), of_block)
     in_pairs = count > 1 and _in_pairs(program)
     size, dialect = max(of_block, 1 + in_pairs), _IN_PAIRS if in_pairs else _DIALECT
+    fast, usual = (program.usual() if signature.shared else None) or (program, None)
     copies = [_copies(first, size) for first in range(0, count, size)]
-    if signature.shared:  # the body of the remainder
-        copies.append(_copies(0, size, "valid"))
-    printed = lines_of(program, dialect, list(itertools.chain(*copies)))
+    printed = lines_of(fast, dialect, list(itertools.chain(*copies)))
     groups = [
         _lines(
-            [Printer(program, dialect, x) for x in group], itertools.islice(printed, size), in_pairs
+            [Printer(fast, dialect, x) for x in group],
+            itertools.islice(printed, size),
+            in_pairs,
+            usual,
         )
         for group in copies
     ]
     if signature.shared:
-        body = groups.pop()
+        alone = _copies(0, size, "valid")
+        body = _lines(
+            [Printer(program, dialect, x) for x in alone],
+            lines_of(program, dialect, alone),
+            in_pairs,
+        )
     else:
         body = _lines([plain], [plain.lines_by_place(varying=True)])
+    invariant = _indented(plain.lines(varying=False), 2)
+    parts = {"names": _indented(names, 2), "body": _indented(_woven([body]), 4)}
+    if fast is not program:
+        invariant = _indented(Printer(fast, _DIALECT, plain.copy).lines(varying=False), 2)
     waits = any(x.name in ("div", "sqrt") for x in program.instructions)
     loop = _LOOP.format(
-        names=_indented(names, 2),
-        before=_indented(plain.lines(varying=False), 2),
-        body=_indented(_woven([body]), 4),
+        names=parts["names"],
+        before=invariant,
+        compute="" if signature.shared else _COMPUTE.format(**parts),
         interleaved=_indented(_woven(groups, size * _BEHIND if waits else 0), 4),
         vectors=count,
         rest=_indented((_SHARING_REST if signature.shared else _REST).splitlines(), 2),
@@ -614,6 +669,7 @@ def source(program: Program, width: int) -> str:
     )
     prelude = BITS + _PRELUDE
     if signature.shared:
+        loop = _CAREFUL.format(before=_indented(plain.lines(varying=False), 2), **parts) + loop
         prelude = (_SCHEDULED if waits else "") + prelude + _SHARING
     in_memory = signature.shared and lanes == 8
     prelude = prelude.replace("CONSTANTS", _in_memory(prelude + loop) if in_memory else "")
@@ -686,11 +742,14 @@ def _copies(first: int, size: int, valid: str = "Every()") -> list[Copy]:
 
 
 def _lines(
-    printers: Sequence[Printer], values: Iterable[dict[int, list[str]]], in_pairs: bool = False
+    printers: Sequence[Printer],
+    values: Iterable[dict[int, list[str]]],
+    in_pairs: bool = False,
+    usual: Usual | None = None,
 ) -> list[Sequence[str]]:
     """Return the loop body of a group of vectors: in each row a line per vector, or one for all.
 
-    To the lines of values it adds those that store the results.
+    To the lines of values it adds those that store the results, if the block is usual.
     """
     words, program = [x.copy.words for x in printers], printers[0].program
     every, branches = list(values), program.branches()
@@ -705,6 +764,7 @@ def _lines(
         elif i not in apart:
             copies = every[:1] if program.per_block[i] else every
             lines += zip(*(of_copy[i] for of_copy in copies), strict=True)
+    stores = len(lines)
     for i, place in enumerate(program.results):
         patterns = [x.pattern(place) for x in printers]
         if program.signature.shares(i):
@@ -718,7 +778,23 @@ def _lines(
         else:
             both = zip(words, patterns, strict=True)
             lines.append([f"store(out{i} + {at['i']}, {pattern}, n);" for at, pattern in both])
-    return lines
+    if usual is None:
+        return lines
+    text = [_unless_usual(usual, printers), "else {", *itertools.chain(*lines[stores:]), "}"]
+    return [*lines[:stores], ["\n".join(text)]]
+
+
+def _unless_usual(usual: Usual, printers: Sequence[Printer]) -> str:
+    """Return the statement that computes an unusual block with care, before anything is stored."""
+    tests = [f"({printers[0].value(x)}[0] > {limit})" for x, limit in usual.maxima.items()]
+    signs = [f"as<I>({x.value(place)})" for place in usual.positive for x in printers]
+    floats = [", ".join(x.value(place) for x in printers) for place in usual.numbers]
+    signs += [f"are_nans({x})" for x in floats]
+    if signs:
+        tests.append(f"has_sign({' | '.join(signs)})")
+    block = printers[0].copy.words["block"]
+    apart = f"careful(word, number, count, {block}, {block} + SHARING, SHARING);"
+    return f"if (__builtin_expect({' | '.join(tests)}, 0)) {apart}"
 
 
 def _branch(

@@ -46,6 +46,7 @@ COMMON: dict[Key, str] = {
     "copysign": "copysign({0}, {1})",
     "finite_or_zero": "finite_or_zero({0})",
     "quiet": "quiet({0})",
+    "assured": "{0}",
     "maximum": "greater({0}, {1})",
     "minimum": "lesser({0}, {1})",
     "sign": "sign_of({0})",
@@ -119,6 +120,10 @@ class Printer:
         elif suffix is None:
             suffix = self.copy.suffix
         return f"{kind}{place}{suffix}" if self.varies[place] else f"{kind}{place}"
+
+    def value(self, place: int) -> str:
+        """Return the name of the value of an instruction."""
+        return self._name("v", place)
 
     def _values(self, place: int, x: Instruction) -> Iterator[tuple[str, str]]:
         pattern, value = self._name("p", place), self._name("v", place)

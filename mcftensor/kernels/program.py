@@ -7,9 +7,10 @@ bits of its function in every language.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -90,13 +91,29 @@ class Place:
     index: int
 
 
+@dataclass
+class Usual:
+    """What tells the usual blocks of a program, by places.
+
+    Attributes:
+        maxima: integers of blocks, and the largest that is usual.
+        numbers: floats that are not NaNs.
+        positive: floats without a sign.
+    """
+
+    maxima: dict[int, int] = field(default_factory=dict)
+    numbers: list[int] = field(default_factory=list)
+    positive: list[int] = field(default_factory=list)
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Instructions in order, and the places of the results."""
+    """Instructions in order, the places of the results, and floats that are not NaNs."""
 
     signature: Signature
     instructions: tuple[Instruction, ...]
     results: tuple[Place, ...]
+    numbers: frozenset[int] = frozenset()
 
     @functools.cached_property
     def varies(self) -> list[bool]:
@@ -156,6 +173,86 @@ class Program:
                 found[i] = own
         return found
 
+    def usual(self) -> tuple[Program, Usual] | None:
+        """Return the program for blocks of usual numbers, and what tells them.
+
+        Unusual are NaNs, infinities, numbers from 2^127 on, and negative ones where they would
+        count as infinite. None if the maxima of blocks do not tell.
+        """
+        limits: dict[int, int] = {}  # by the magnitudes whose maximum tells
+        for place, limit in map(self._limit, self.instructions):
+            if self._has_maximum(place):
+                limits[place] = min(limit, limits.get(place, limit))
+        floats = {self._of_magnitude(place): place for place in limits}
+        new: list[Any] = []
+        kept: list[Instruction] = []
+        usual = Usual()
+        for x in self.instructions:
+            operands = tuple([new[o.index] if isinstance(o, Place) else o for o in x.operands])
+            first = x.operands[0].index if isinstance(x.operands[0], Place) else -1
+            if self._limit(x)[0] in limits:
+                new.append(True if x.name == "lt" else Place(len(kept)))
+                if x.name == "minimum":
+                    kept.append(Instruction("assured", operands, x.dtype))
+            elif x.name == "ge" and first in floats and x.operands[1] == 0:
+                new.append(True)
+                usual.positive.append(operands[0].index)
+            elif x.name == "where" and operands[0] is True:
+                new.append(operands[1])
+            elif any(o is True for o in operands):
+                return None
+            elif x.name == "quiet" and COMPUTED[x.dtype] == torch.float32:
+                new.append(operands[0])
+                usual.numbers.append(operands[0].index)
+            else:
+                if x.name == "block_max":
+                    known = {k: limit for k, limit in limits.items() if k < len(new)}
+                    found = {len(kept): known[k] for k in known if new[k] == operands[0]}
+                    usual.maxima.update(found)
+                new.append(Place(len(kept)))
+                kept.append(dataclasses.replace(x, operands=operands))
+        if not limits or len(usual.maxima) < len(limits):
+            return None
+        results = tuple([new[place.index] for place in self.results])
+        numbers = frozenset(usual.numbers).union(new[i].index for i in floats)
+        return Program(self.signature, tuple(kept), results, numbers), usual
+
+    def _of_magnitude(self, place: int) -> int:
+        """Return the place of the float whose bits without the sign an integer is, or -1."""
+        x = self.instructions[place]
+        if x.name != "and" or x.operands[1] != 0x7FFFFFFF:
+            return -1
+        bits = self.instructions[x.operands[0].index]
+        is_float = bits.name == "bits" and self.instructions[bits.operands[0].index].dtype
+        return bits.operands[0].index if is_float == torch.float32 else -1
+
+    def _limit(self, x: Instruction) -> tuple[int, int]:
+        """Return the place of a magnitude that x compares with a large one, and its largest value
+        for which x is known; or -1 and 0."""
+        if x.name not in ("lt", "minimum") or not isinstance(x.operands[0], Place):
+            return -1, 0
+        place, limit = x.operands
+        if isinstance(limit, Place) and self.instructions[limit.index].name == "constant":
+            (limit,) = self.instructions[limit.index].operands
+        is_large = isinstance(limit, int) and limit >= _LARGE
+        if not is_large or self._of_magnitude(place.index) < 0:
+            return -1, 0
+        return place.index, limit - (x.name == "lt")
+
+    def _has_maximum(self, place: int) -> bool:
+        """Whether blocks have the maximum of a magnitude, or of a choice of it that is usual."""
+        for x in self.instructions:
+            if place >= 0 and x.name == "block_max":
+                of = self.instructions[x.operands[0].index]
+                if x.operands[0].index == place:
+                    return True
+                if of.name == "where" and of.operands[1] == Place(place):
+                    condition = self.instructions[of.operands[0].index]
+                    of_float = Place(self._of_magnitude(place))
+                    is_sign = condition.name == "ge" and condition.operands == (of_float, 0)
+                    return is_sign or self._limit(condition)[0] == place
+        return False
+
     @functools.cached_property
     def last_zeros(self) -> list[int]:
         """How many last bits of each 32-bit pattern are known to be zero."""
@@ -204,7 +301,9 @@ class Program:
             passes = x.name in _PASSING and COMPUTED[x.dtype] == x.dtype
             for k, o in enumerate(x.operands):
                 if isinstance(o, Place) and not (
-                    x.name in _NAN_BLIND or (passes and hides[i] and (x.name, k) != ("copysign", 1))
+                    o.index in self.numbers
+                    or x.name in _NAN_BLIND
+                    or (passes and hides[i] and (x.name, k) != ("copysign", 1))
                 ):
                     hides[o.index] = False
         return hides
@@ -261,12 +360,16 @@ _NAN_BLIND = {"quiet", "finite_or_zero", "eq", "ne", "lt", "le", "gt", "ge"}
 _PASSING = {"add", "sub", "mul", "div", "neg", "abs", "sqrt", "fma", "maximum", "where", "copysign"}
 
 
+_LARGE = 0x7F000000
+"""The pattern of 2^127: blocks with larger numbers are rare."""
+
+
 def _bound(x: Instruction, known: Sequence[int | None]) -> int | None:
     """Return a bound of an integer, given bounds of its last two operands, or None."""
     if x.dtype != torch.int32 or not known:
         return None
     least = min((b for b in known if b is not None), default=None)
-    if least is not None and x.name == "and":
+    if least is not None and x.name in ("and", "assured"):
         return least
     if None in known:
         return None

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import math
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from mcftensor.kernels import Columns, cpu, run
 from mcftensor.kernels.block_scales import block_max
 from mcftensor.kernels.eager import indices
 from mcftensor.kernels.execute import Kernel
+from mcftensor.kernels.program import Signature, record
 from mcftensor.passes import optimizer_steps
-from mcftensor.passes.format_conversion import decode_columns, encode_columns
+from mcftensor.passes.format_conversion import decode_columns, encode_columns, encoding
 from support.kernel_cases import same, way
 
 FORMATS = [
@@ -91,6 +93,42 @@ def test_lists(name):
         torch.testing.assert_close(encode(), expected, rtol=0, atol=0)
 
 
+UNUSUAL = (
+    *(-0.0, -1.0, 1e-42, 2.0**127, 1.875 * 2.0**127, 1.9 * 2.0**127, torch.finfo().max),
+    *(math.inf, -math.inf, math.nan, -math.nan),
+)
+
+
+def with_unusual(*shape):
+    """Usual numbers, but for one in each second block of 32, at changing places."""
+    x = torch.rand(shape, generator=torch.Generator().manual_seed(3)) + 0.5
+    for k, value in enumerate(UNUSUAL):
+        x.view(-1)[64 * k + 5 * k % 32] = value
+    x.view(-1).view(torch.int32)[64 * len(UNUSUAL)] = 0x7F800001  # a NaN with other bits
+    return x
+
+
+@by_format
+def test_one_unusual_number_in_a_block(format):
+    x = with_unusual(16, 64)
+    same("cpp", lambda: stored(format, x))
+
+
+@pytest.mark.parametrize("format", [mcf.bf16i8, mcf.bf16x2], ids=lambda f: f.name)
+def test_steps_with_one_unusual_number_in_a_block(format):
+    weights = mcf.as_expansion(with_unusual(16, 64).view(-1).roll(32).view(16, 64), format)
+    same("cpp", step_of, weights, "compact", with_unusual(16, 64))
+
+
+def test_usual_blocks_have_a_program_of_their_own():
+    body = encoding(mcf.mxfp8.nearest, torch.float32)
+    signature = Signature((torch.float32,), (torch.int64,), (torch.uint8,) * 2, frozenset([2]))
+    program = record(body, signature)
+    fast, usual = program.usual()
+    assert len(fast.instructions) < len(program.instructions)
+    assert [*usual.maxima.values()] == [0x7F700000]
+
+
 ROWS = [(33, 31), (7, 161), (5, 1), (64, 3, 3, 3), (600, 1000)]
 
 
@@ -146,12 +184,13 @@ def kernels_used(monkeypatch):
     return calls
 
 
-def step_of(weights, mode="compact"):
+def step_of(weights, mode="compact", gradients=None):
     p = nn.Parameter(copy.deepcopy(weights))
     optimizer = mcf.collage(torch.optim.AdamW([p], lr=1e-3, amsgrad=True, fused=True), mode)
     generator = torch.Generator().manual_seed(2)
     for _ in range(3):
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        drawn = torch.randn(p.shape, generator=generator)
+        p.grad = (drawn if gradients is None else gradients).to(p.dtype)
         optimizer.step()
     states = optimizer.state[p]
     has_halves = mode == "compact4" and p.shape[1] % 2 == 0
