@@ -121,7 +121,7 @@ class Q4(FourBitFormat):
     @property
     def smallest(self) -> tuple[float, float]:
         """The smallest scale, and a 28th of it."""
-        return 2.0**-121, 2.0**-121 * torch.tensor(1 / 28, dtype=torch.float32).item()
+        return 2.0**-121, 2.0**-121 * torch.tensor(1 / 28, dtype=torch.float32, device="cpu").item()
 
     @property
     def largest(self) -> float:
