@@ -28,7 +28,8 @@ def _inverse_deviation(variance: Tensor, eps: float, exponent: Any) -> Tensor:
     if not eps:
         return total.rsqrt()
     # eps, divided by the square of the scale, may be beyond the range of float32.
-    alone = variance.new_ones(()) * power_of_two(exponent) * eps**-0.5
+    root = eps**-0.5 if eps > 0 else math.nan
+    alone = variance.new_ones(()) * power_of_two(exponent) * root
     return torch.where(total.isinf() & variance.isfinite(), alone, total.rsqrt())
 
 

@@ -300,6 +300,13 @@ def test_layer_norms(s, t, b, eps):
     assert_near(made, expected, FLOAT32 * 10 * 2.0 ** max(t, b))
 
 
+def test_layer_norms_with_a_negative_eps():
+    """As PyTorch's, the square root of a number below zero is NaN."""
+    x = normal(6, 33, exponent=2)
+    assert_near(F.layer_norm(x, (33,), eps=-0.01), F.layer_norm(plain(x), (33,), eps=-0.01), 1e-3)
+    assert mcf.as_plain(F.layer_norm(x, (33,), eps=-1e3)).isnan().all()
+
+
 @FEW
 @given(s=EXPONENTS, t=EXPONENTS)
 def test_rms_norms(s, t):
