@@ -87,5 +87,5 @@ def operators() -> str:
         texts = [table(("operator", *next(iter(result.values()))), rows)] if rows else []
         texts += [f"Raise: {', '.join(refused)}."] if refused else []
         if texts:
-            parts.append("\n\n".join((f"## {module}", *texts)))
+            parts.append("\n\n".join((f"### {module}", *texts)))
     return "\n\n".join(parts)
