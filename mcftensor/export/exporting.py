@@ -13,6 +13,7 @@ import ast
 import functools
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +28,13 @@ import mcftensor
 from mcftensor.arithmetic import eft, write_counts
 from mcftensor.arithmetic.machine_numbers import Machine
 from mcftensor.arithmetic.noise import _STEPS, Balanced, Noise
+from mcftensor.arithmetic.number_protocol import Sum
+from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.convert import as_expansion
 from mcftensor.export.call_recorder import record_calls
 from mcftensor.export.readable_code import WIDTH, Code, as_source, expression
 from mcftensor.export.simplified_source import folded, on_terms, statements
 from mcftensor.formats import PLAIN, Format, bf16i8, bf16i16, bf16x2, is_vector, named
-from mcftensor.kernels.columns import regroup
 from mcftensor.options import say
 from mcftensor.passes.expressions import Expression
 from mcftensor.passes.operators import OPERATORS
@@ -78,8 +80,9 @@ class _Kind:
         rule: the name of the library's rule for fused steps, if there is one.
         settings: the settings of the rule.
         names: names of states in the update, where they have others.
+        states: states in the update that `begin` makes.
         functions: the functions of PyTorch that its step calls, else; the last one is the step.
-        require: what is checked of a parameter `p` and its `group`, and the error.
+        require: what is checked of a parameter `p` and its `param_group`, and the error.
     """
 
     optimizer: type[Optimizer]
@@ -90,6 +93,7 @@ class _Kind:
     rule: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    states: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
     require: tuple[str, str] = ("", "")
 
@@ -153,8 +157,10 @@ _KINDS = {
         | dict.fromkeys(("step_t", "state_steps[i]"), 'state["step"]')
         | dict.fromkeys(("row_var", "row_vars[i]"), 'state["row_var"]')
         | dict.fromkeys(("col_var", "col_vars[i]"), 'state["col_var"]')
-        | dict.fromkeys(("variance", "variances[i]"), 'state["variance"]'),
+        | dict.fromkeys(("variance", "variances[i]"), 'state["variance"]')
+        | {"param.numel()": "p.numel()", "param.dtype": "torch.float32"},
         {"has_complex": False, "maximize": False, "grad_scale": None, "found_inf": None},
+        states=tuple([f"state['{x}']" for x in ("row_var", "col_var", "variance")]),
         functions=("_single_tensor_adafactor",),
     ),
 }
@@ -243,11 +249,6 @@ def export(optimizer: str, format: Format) -> str:
         raise ValueError(f"no file for {optimizer!r}; give one of {', '.join(_KINDS)}")
     if format not in _MODES:
         raise ValueError(f"no file for {format.name}; give bf16i16, bf16x2 or bf16i8")
-    if format is bf16x2 and kind is _KINDS["adafactor"]:
-        raise ValueError(
-            f"no file for {optimizer} over bf16x2: each of its operations rounds to two terms, "
-            "norms and products of matrices too. Give --format bf16i16, which is exact"
-        )
     text = _Export(optimizer.lower(), kind, format).text()
     if (lines := text.count("\n")) > LONGEST:
         raise ValueError(
@@ -272,10 +273,12 @@ class _Export:
         """Return the file."""
         update, prepare = self._update(), self._prepare()
         functions = "\n".join(self.code.lines())
+        # A tensor was recorded, and a number is given.
+        number = "    x = like.new_tensor(x, dtype=torch.float64)"
+        functions = re.sub(r"def pair\(x\):\n(.*)", rf"def pair(x, like):\n\1\n{number}", functions)
         used = "\n".join([functions, *update])
         functions += f"\n{_READ}" if "read(" in used else ""
-        modules = ("functools", "hashlib", "math")
-        imports = [f"import {name}\n" for name in modules if f"{name}." in used]
+        imports = [f"import {name}\n" for name in ("hashlib", "math") if f"{name}." in used]
         imports += [*(["\n"] if imports else []), "import torch"]
         begin = "self.names = {p: name for name, p in named_parameters}"
         named = "named_parameters" if self.rounds else "parameters"
@@ -361,7 +364,11 @@ class _Export:
             decode = "None" if f.is_exact or f.arithmetic == "plain" else self._decoded(f)
             lines += [f'{self._name(name)} = read(state, "{name}", {decode}, weight)']
         self._decoded(self.format)
-        lines += textwrap.dedent(self.kind.begin).strip().splitlines()
+        begin = textwrap.dedent(self.kind.begin).strip()
+        if self.format.arithmetic == "terms":
+            zeros = r"= (.*zeros.*)$"
+            begin = re.sub(zeros, rf"= encode_{self.format.name}(\1)", begin, flags=re.MULTILINE)
+        lines += begin.splitlines()
         return [*lines, *(self._of_rule() if self.kind.rule else self._of_torch())]
 
     def _of_rule(self) -> list[str]:
@@ -437,41 +444,62 @@ class _Export:
         options |= {"lr": 'float(group["lr"])'}
         body, _ = statements(step, kind.known, options | kind.given, after)
         if self.format.arithmetic == "terms":
-            kinds = {"grad": "tensor"} | dict.fromkeys(
-                ("weight", *map(self._name, self.states)), "terms"
-            )
-            body = on_terms(body, kinds, self._row)
-            last[0] = 'p[...], state["tail"] = weight'
-            lines = ["scalar = functools.partial(p.new_tensor, dtype=torch.float64)"]
+            terms = {"grad", "weight", *map(self._name, self.states), *kind.states}
+            body = on_terms(body, terms, self._row)
+            lines = ["grad = grad, torch.zeros_like(grad)"]
+            self._print_pair()
         lines += [line for x in body for line in as_source(x).splitlines()]
         if lines[-1] == "weight = self.number(p)":
             del lines[-1]
+        elif self.format.arithmetic == "terms":
+            last[0] = lines.pop().replace("weight", 'p[...], state["tail"]', 1)
         return [*lines, *last]
 
-    def _row(self, name: str, kinds: tuple[str, ...]) -> str:
-        """Print an operation on operands of some kinds, and return the name of its function."""
-        operation, places = OPERATORS[name].formula(*map(str, range(len(kinds))))
-        lengths = [2 if kind == "terms" else 1 for kind in kinds]
+    def _print_pair(self) -> None:
+        """Print the function that makes terms of a number."""
+
+        def levels(x: Tensor) -> Sequence[Tensor]:
+            return Machine(torch.float32).of([x]).levels
+
+        doc = "Return a number as a pair of float32 numbers."
+        self.code.add(record_calls("pair", doc, levels, {"x": _float64(torch.Size(()))}))
+
+    def _row(self, name: str) -> bool:
+        """Print an operation on terms, if the library has it, or else what rounds its result."""
+        f, stored = self.format, _stored(self.format)
+        if name not in OPERATORS:
+            self._print_rounded()
+            return False
+        operator = OPERATORS[name]
+        operation, places = operator.formula(*"xyz"[: operator.operands + (name == "add")])
+        names = sorted(set(places))
+        leading, tail = stored.values()
         examples: dict[str, Tensor] = {}
-        for x, kind in zip("xyz", kinds, strict=False):
-            if kind == "terms":
-                leading, tail = _stored(self.format).values()
-                examples |= {x: leading, f"{x}_tail": tail}
-            elif kind == "tensor":
-                examples[x] = torch.ones(_MATRIX, dtype=torch.bfloat16, device="cpu")
-            else:
-                examples[x] = torch.ones((), dtype=torch.float64, device="cpu")
+        for x in names:
+            examples |= {x: leading.clone(), f"{x}_tail": tail.clone()}
 
         def result(*given: Tensor) -> Sequence[Tensor]:
-            own = regroup(given, lengths)
-            number = Expression(operation, self.format).number([own[int(i)] for i in places])
-            return self.format.encode(number, None)
+            own = dict(zip(names, zip(given[::2], given[1::2], strict=True), strict=True))
+            return f.encode(Expression(operation, f).number([own[x] for x in places]), None)
 
-        name += "" if kinds[0] == "terms" else f"_of_{kinds[0]}"
-        parts = list(_stored(self.format))
         doc = f"Return {_DOCS[operation]} as terms, rounded once."
-        self.code.add(record_calls(name, doc, result, examples, parts, ["formats"]))
-        return name
+        self.code.add(record_calls(name, doc, result, examples, [*stored], ["formats"]))
+        return True
+
+    def _print_rounded(self) -> None:
+        """Print the functions from terms to float64, and back."""
+        f, stored = self.format, _stored(self.format)
+
+        def collapsed(*terms: Tensor) -> Tensor:
+            return collapse_terms(f.decode(terms), torch.float64)
+
+        def rounded(x: Tensor) -> Sequence[Tensor]:
+            return f.encode(Sum([x]), None)
+
+        doc = "Return numbers in float64, rounded once."
+        self.code.add(record_calls("wide", doc, collapsed, stored))
+        doc, examples = "Return float64 numbers as terms, rounded once.", {"x": _float64(_MATRIX)}
+        self.code.add(record_calls("rounded", doc, rounded, examples, [*stored], ()))
 
     def _name(self, state: str) -> str:
         """Return the name of a state in the update."""
@@ -572,6 +600,10 @@ def _states(kind: _Kind, format: Format) -> list[dict[str, Format]]:
     return found
 
 
+def _float64(shape: torch.Size) -> Tensor:
+    return torch.ones(shape, dtype=torch.float64, device="cpu")
+
+
 def _stem(f: Format) -> str:
     return f.nearest.name.removesuffix("rn")
 
@@ -587,7 +619,13 @@ def _stored(f: Format) -> dict[str, Tensor]:
     return dict(zip(names, made, strict=True))
 
 
-_DOCS = {"fma": "x + z * y", "lerp": "x + z * (y - x)", "mul": "x * y"}
+_DOCS = {
+    "div": "x / y",
+    "fma": "x + z * y",
+    "lerp": "x + z * (y - x)",
+    "mul": "x * y",
+    "square": "x * x",
+}
 _IS_VECTOR = expression(is_vector, "p.shape")
 _INDEX = "index = torch.arange(p.numel(), device=p.device).view(p.shape).to(torch.int32)"
 

@@ -375,17 +375,11 @@ def as_lines(definition: ast.FunctionDef) -> list[str]:
     for x in ast.walk(definition):
         if isinstance(x, ast.Constant) and type(x.value) is int and abs(x.value) > 999:
             _rename(x, hex(x.value).upper().replace("X", "x"))
-    head, *lines = ast.unparse(definition).splitlines()
-    if len(head) > WIDTH:
-        opening, _, rest = head.removesuffix("):").partition("(")
-        head = "\n".join([f"{opening}(", *(f"    {x.strip()}," for x in rest.split(",")), "):"])
+    lines = ast.unparse(definition).splitlines()
     match definition.body[-1]:
-        case ast.Return(ast.Tuple(results)) if len(lines[-1]) > WIDTH:
+        case ast.Return(ast.Tuple(results)):
             lines[-1] = f"    return {', '.join(map(ast.unparse, results))}"
-    match definition.body[-1]:
-        case ast.Return(ast.Tuple(results)) if len(lines[-1]) > WIDTH:
-            lines[-1] = f"    return {', '.join(map(ast.unparse, results))}"
-    return [*head.splitlines(), *map(_formatted, lines)]
+    return [*map(_formatted, lines)]
 
 
 def as_source(x: ast.AST) -> str:

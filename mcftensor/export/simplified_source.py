@@ -7,10 +7,13 @@ import inspect
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+
+_LONGEST = 84
+"""Characters of a statement, without what indents it."""
 
 
 class _Simplify(ast.NodeTransformer):
@@ -64,6 +67,9 @@ class _Simplify(ast.NodeTransformer):
         self.generic_visit(node)
         decided = _decided(node.test)
         return node if decided is None else node.body if decided else node.orelse
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        return None
 
     def visit_For(self, node: ast.For) -> Any:
         self.generic_visit(node)
@@ -157,70 +163,108 @@ def statements(
 class _OnTerms(ast.NodeTransformer):
     """Calls functions of terms in place of methods; see `on_terms`."""
 
-    def __init__(
-        self, kinds: Mapping[str, str], function: Callable[[str, tuple[str, ...]], str]
-    ) -> None:
-        self.kinds, self.function = dict(kinds), function
+    def __init__(self, terms: Collection[str], prints: Callable[[str], bool]) -> None:
+        self.kinds, self.prints = dict.fromkeys(terms, "terms"), prints
 
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+    def visit_Expr(self, node: ast.Expr) -> Any:
         match node.value:
-            case ast.Call(ast.Attribute(ast.Name(name) as target, method)) if name in self.kinds:
-                node.value.func = ast.Attribute(target, method.removesuffix("_"))
+            case ast.Call(ast.Attribute(target)) if self._kind(target) == "terms":
                 return self.visit_Assign(ast.Assign([target], node.value))
         return node
 
-    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+    def visit_Assign(self, node: ast.Assign) -> list[ast.stmt]:
         self.generic_visit(node)
         self.kinds[ast.unparse(node.targets[0])] = self._kind(node.value)
-        return node
+        return _with_operands(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        operands = [node.left, node.right]
+        if [self._kind(x) for x in operands] != ["terms", "terms"]:
+            return node
+        if isinstance(node.op, ast.Mult):
+            return self._applied("mul", operands)
+        node.left, node.right = map(self._wide, operands)
+        return self._rounded(node)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
         match node:
-            case ast.Call(ast.Attribute(x, method), args, keywords):
-                operands = [x, *args, *(y.value for y in keywords)]
-                kinds = tuple(map(self._kind, operands))
-                if "terms" in kinds:
-                    name = self.function(method, kinds)
-                    self.kinds[name] = "terms"
-                    return ast.Call(ast.Name(name), list(map(self._operand, operands)), [])
-            case ast.Call(ast.Name(), args):
-                node.args = [self._leading(x) if self._kind(x) == "terms" else x for x in args]
+            case ast.Call(ast.Attribute(x, method) as function, args, keywords) if "terms" in map(
+                self._kind, (x, *args)
+            ):
+                name = function.attr = method.removesuffix("_")
+                if name == "clone":  # which nothing changes
+                    return x
+                if name in ("dim", "numel", "size"):
+                    function.value = ast.Subscript(x, ast.Constant(0))
+                    return node
+                if self.prints(name):
+                    return self._applied(name, [x, *args, *(y.value for y in keywords)])
+                function.value, node.args = self._wide(x), list(map(self._wide, args))
+                return node if name == "item" else self._rounded(node)
+            case ast.Call(ast.Name(), [x, *others]) if self._kind(x) == "terms":
+                self.kinds[ast.unparse(node.func)] = "tensor"
+                node.args = [_parsed(f"{ast.unparse(x)}[0].clone()"), *others]
         return node
+
+    def _applied(self, name: str, operands: Sequence[ast.expr]) -> ast.expr:
+        """Return a call of the function of an operation."""
+        self.prints(name)
+        self.kinds[name] = "terms"
+        texts = {"terms": "*{}", "tensor": "{0}, torch.zeros_like({0})", "number": "*pair({}, p)"}
+        given = ", ".join(texts[self._kind(x)].format(ast.unparse(x)) for x in operands)
+        return _parsed(f"{name}({given})")
+
+    def _rounded(self, node: ast.expr) -> ast.expr:
+        """Return a call of the function that rounds float64 numbers."""
+        self.kinds["rounded"] = "terms"
+        return ast.Call(ast.Name("rounded"), [node], [])
 
     def _kind(self, x: ast.expr) -> str:
         match x:
-            case ast.Name(name) if name in self.kinds:
-                return self.kinds[name]
-            case ast.Call(ast.Name(name)):
-                return self.kinds.get(name, "tensor")
+            case ast.Call(function):
+                return self.kinds.get(ast.unparse(function), "number")
             case ast.IfExp(_, value, _):
                 return self._kind(value)
-        return "number"
+        return self.kinds.get(ast.unparse(x), "number")
 
-    def _operand(self, x: ast.expr) -> ast.expr:
-        kind = self._kind(x)
-        if kind == "terms":
-            return ast.Starred(x)
-        return x if kind == "tensor" else ast.Call(ast.Name("scalar"), [x], [])
+    def _wide(self, x: ast.expr) -> ast.expr:
+        return _parsed(f"wide(*{ast.unparse(x)})") if self._kind(x) == "terms" else x
 
-    def _leading(self, x: ast.expr) -> ast.expr:
-        return ast.parse(f"{ast.unparse(x)}[0].clone()", mode="eval").body
+
+def _parsed(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+def _with_operands(node: ast.Assign) -> list[ast.stmt]:
+    """Return an assignment, after one of its longest operand if it is too long for a line."""
+    found = [x for x in ast.walk(node.value) if isinstance(x, ast.Starred)]
+    calls = [x for x in found if isinstance(x.value, ast.Call) and "pair" not in ast.unparse(x)]
+    if len(ast.unparse(ast.fix_missing_locations(node))) <= _LONGEST or not calls:
+        return [node]
+    longest = max(calls, key=lambda x: len(ast.unparse(x)))
+    operand = ast.Assign([ast.Name("operand")], longest.value)
+    longest.value = ast.Name("operand")
+    return [*_with_operands(operand), node]
 
 
 def on_terms(
-    body: list[ast.stmt],
-    kinds: Mapping[str, str],
-    function: Callable[[str, tuple[str, ...]], str],
+    body: list[ast.stmt], terms: Collection[str], prints: Callable[[str], bool]
 ) -> list[ast.stmt]:
     """Return statements that call functions of terms in place of methods of tensors.
 
     Args:
         body: statements with methods of tensors.
-        kinds: what names stand for: `"terms"` of a number, or a `"tensor"`.
-        function: returns the name of a function, of that of a method and the kinds of its operands.
+        terms: the names of numbers that are kept as terms.
+        prints: prints the function of an operation, and returns whether it has one. Other
+            operations are evaluated in float64 and rounded.
     """
-    made = _OnTerms(kinds, function)
-    return [made.visit(x) for x in body]
+    made, found = _OnTerms(terms, prints), list[ast.stmt]()
+    for x in body:
+        result = made.visit(x)
+        found += result if isinstance(result, list) else [result]
+    return found
 
 
 def folded(body: list[ast.stmt], results: list[ast.expr]) -> list[ast.stmt]:

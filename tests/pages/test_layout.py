@@ -21,7 +21,7 @@ BUDGETS = {
     "bridge": 1285,
     "checkpoint": 2880,
     "dispatch": 4400,
-    "export": 1430,
+    "export": 1510,
     "formats": 2240,
     "host": 690,
     "kernels": 4750,

@@ -200,8 +200,9 @@ class Finding:
         said.append(f"{percent(round(self.lost, 3))} {what}")
         for kind, frozen in self.frozen.items():
             if frozen:
-                of = f"of {len(noted.states[kind])} {kind} states {len(frozen)}"
-                said.append(f"{of} are frozen ({', '.join(sorted(set(frozen)))})")
+                of, are = len(noted.states[kind]), "is" if len(frozen) == 1 else "are"
+                names = ", ".join(sorted(set(frozen)))
+                said.append(f"of {of} {kind} states {len(frozen)} {are} frozen ({names})")
         at_end = self.rate_at_end < _KEPT <= self.rate
         later = f", and {self.rate_at_end:.2f} in the last quarter" if at_end else ""
         return [*said, f"the effective learning rate is {self.rate:.2f} of yours{later}"]
