@@ -44,7 +44,8 @@ TABLE = re.compile(r"<table(>.*?</table>)", re.DOTALL)
 TITLE = re.compile(r"^# .*\n", re.MULTILINE)
 NUMBER = re.compile(r"<td( style=\"[^\"]*\")?>(?=[−+]?\d[^\s<]*( (%|of|±)[^<]*| \([^<]*\))?</td>)")
 FOR_FEW = (
-    *("design/", "guides/extending", "reference/index", "reference/operators"),
+    *("design/", "reference/index", "reference/accuracy.html#each-operator"),
+    *(f"reference/accuracy.html#{module}" for module in ("torch", "fft", "linalg", "nnfunctional")),
     *("findings", "larger", "benchmarks", "speed"),
 )
 """Pages that search results show last."""

@@ -81,7 +81,7 @@ def rows(text, title):
 
 @pytest.mark.parametrize(
     "file",
-    ["README.md", "Makefile", "CONTRIBUTING.md", "studies/README.md", "docs/guides/training.md"],
+    ["README.md", "Makefile", "CONTRIBUTING.md", "studies/README.md", "docs/start.md"],
 )
 def test_the_number_of_strategies_is_the_same_everywhere(file):
     words = ("eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen")

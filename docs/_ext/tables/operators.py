@@ -14,22 +14,17 @@ def patches() -> str:
     # In an order that does not depend on which part of the library was imported first.
     for row in sorted(TABLE, key=lambda row: (row.when != FIRST, row.when, row.name)):
         alike = occasions.setdefault(row.when, {})
-        alike.setdefault((row.why, row.before, row.releases), []).append(f"`{row.name}`")
+        alike.setdefault((row.why, row.releases), []).append(f"`{row.name}`")
     parts = []
     for when, groups in occasions.items():
         parts.append(f"## With {when if when == FIRST else f'`{when}`'}")
-        for (why, before, releases), names in groups.items():
+        lines = []
+        for (_, releases), names in groups.items():
             package = names[0].strip("`").partition(".")[0]
             seen = "" if releases == Patch.releases else f" ({package} {releases})"
-            head = f"{', '.join(names)}{seen}"
-            early = f" *It does not wait for an expansion:* {_first(before)}" if before else ""
-            parts.append(f"{head}\n:   {_first(why)}{early}")
+            lines.append(f"- {', '.join(names)}{seen}")
+        parts.append("\n".join(lines))
     return "\n\n".join(parts)
-
-
-def _first(text: str) -> str:
-    """The first sentence of a text."""
-    return f"{text.partition('. ')[0].removesuffix('.')}."
 
 
 def outcome(entry: dict[str, Any]) -> str:
@@ -62,7 +57,7 @@ def operator_summary() -> str:
 
 
 def operators() -> str:
-    """By module: a row for each operator that errs by more than a unit in some format, and the
+    """By module: a row for each operator that errs by more than two units in some format, and the
     names of those that raise."""
     result = load("operator-matrix")["operators"]
     groups: dict[str, list[str]] = {}
@@ -77,7 +72,7 @@ def operators() -> str:
         rows = [
             (f"`{name}`", *map(outcome, found))
             for name, found in entries.items()
-            if any(x["computed"] and (x["refused"] or x["units"] > 1) for x in found)
+            if any(x["computed"] and (x["refused"] or x["units"] > 2) for x in found)
         ]
         refused = [
             f"`{name}`"
@@ -87,5 +82,5 @@ def operators() -> str:
         texts = [table(("operator", *next(iter(result.values()))), rows)] if rows else []
         texts += [f"Raise: {', '.join(refused)}."] if refused else []
         if texts:
-            parts.append("\n\n".join((f"## {module}", *texts)))
+            parts.append("\n\n".join((f"### {module}", *texts)))
     return "\n\n".join(parts)
