@@ -16,6 +16,13 @@ from mcftensor.kernels.block_scales import spread
 TERMS = (2, 3, 4)
 APART = 4  # A remainder is at most half a unit of four bits: it fits under a scale of 2^-4 of that.
 _CODEC = MXFP8("mxfp8", "nearest")
+_ONE = 127  # the exponent of a scale of 1
+
+
+def _values(codes: Tensor) -> Tensor:
+    """The E4M3 numbers of codes."""
+    codes = codes.to(torch.int32)
+    return _CODEC.read(codes, torch.full_like(codes, _ONE))
 
 
 class E4M3Terms(mcf.Format):
@@ -53,9 +60,9 @@ class E4M3Terms(mcf.Format):
     def decode(self, stored: Sequence[Tensor]) -> Sequence[Tensor]:
         """The sum of the codes, times the scale: a float32 holds it."""
         *codes, scales = stored
-        x = _CODEC.read(codes[0].to(torch.int32))
+        x = _values(codes[0])
         for i, c in enumerate(codes[1:], start=1):
-            x = x + _CODEC.read(c.to(torch.int32)) * self.step**-i
+            x = x + _values(c) * self.step**-i
         return (x * factors_of(scales, codes[0]),)
 
     def encode(self, number: Sum, noise: Noise | None) -> Sequence[Tensor]:
@@ -65,7 +72,7 @@ class E4M3Terms(mcf.Format):
         shared, factors = spread(scales, first).to(torch.int32), factors_of(scales, first)
         terms = [first]
         for i in range(2, len(self.components)):
-            rest = (rest - _CODEC.read(terms[-1].to(torch.int32)) * factors) * self.step
+            rest = (rest - _values(terms[-1]) * factors) * self.step
             magnitude = rest.view(torch.int32) & 0x7FFFFFFF
             is_last = i == len(self.components) - 1
             terms.append(_CODEC.written(rest, magnitude, shared, noise if is_last else None))
