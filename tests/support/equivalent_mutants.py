@@ -43,14 +43,6 @@ EQUIVALENT = [
         "At the limit itself the series about 0 and the general way are both within the bound.",
     ),
     Equivalent(
-        "wide/logarithms.py",
-        "parts",
-        "constant",
-        "f[0]",
-        "f[1]",
-        "The argument gives the dtype, shape and device of constants, which all terms have.",
-    ),
-    Equivalent(
         "wide/linear_algebra.py",
         "_singular",
         "constant",
