@@ -360,7 +360,7 @@ def keep_from_compilers(function: Any) -> None:
 
 
 # Compiled code reads gradients as it runs, and compilers before torch 2.11 would trace the getter.
-keep_from_compilers(ComponentTensor.grad.fget)  # type: ignore[attr-defined]
+keep_from_compilers(vars(ComponentTensor)["grad"].fget)
 
 
 def _rounded_gradient(read: Tensor, format: Format) -> Tensor:

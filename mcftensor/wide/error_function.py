@@ -68,15 +68,18 @@ def _scaled_erfc(x: Guarded) -> Guarded:
 
 def erfcx_of_size(x: Guarded) -> Result:
     """exp(x²) erfc(|x|), with |x| clamped to the end."""
-    size, end = abs(x), _end(x.base)
-    value = _scaled_erfc(where(size.leading < end, size, end))
+    value = _scaled_erfc(_clamped(x))
     return value, value.leading
+
+
+def _clamped(x: Guarded) -> Guarded:
+    size, end = abs(x), _end(x.base)
+    return where(size.leading < end, size, end)
 
 
 def _complement(x: Guarded) -> tuple[Guarded, Tensor]:
     """erfc(|x|) as v 2^k, with |x| clamped to the end."""
-    size, end = abs(x), _end(x.base)
-    size = where(size.leading < end, size, end)
+    size = _clamped(x)
     q, k = exponentials.parts(-(size * size))
     return (1 + q) * _scaled_erfc(size), k
 
