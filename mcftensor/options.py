@@ -151,7 +151,8 @@ def _export(commands: argparse._SubParsersAction[Parser]) -> None:
         "export",
         help="print an optimizer as one file that needs PyTorch alone",
         description="Print an optimizer over bfloat16 parameters as one readable file, which needs "
-        "torch 2.4 or newer and nothing of this library, and has the bits of its steps.",
+        "torch 2.4 or newer and nothing of this library, and has the bits of its steps with torch "
+        "2.9 to 2.15.",
         epilog="Exit status: 0 if it was printed, 2 for an optimizer or a format without a file.",
     )
     add = command.add_argument

@@ -1,12 +1,12 @@
 """What mkdocs is told beyond `mkdocs.yml`: mathematics, figures inside of pages, notebooks of
-lessons, and pages that are sections of files elsewhere.
+lessons, and sections that are files elsewhere.
 
 In a page,
 
 - `![what it shows](figures/name.svg)` becomes the drawing itself, in the colours of the page, and
   its narrow form on a phone;
-- what is between `<!-- section: README.md, Limits -->` and `<!-- end -->` becomes that section, and
-  without a title the whole file;
+- what is between `<!-- section: examples/README.md -->` and `<!-- end -->` becomes that file
+  without its title;
 - what is between `<!-- table: name -->` and `<!-- end -->` is committed: `write.py` makes it.
 """
 
@@ -36,8 +36,7 @@ LONG = 40
 
 FIGURE = re.compile(r"^!\[([^\]]+)\]\((?:[./]*)figures/(\w+)\.svg\)$", re.MULTILINE)
 SECTION = re.compile(
-    r"^<!-- section: ([\w./]+)(?:, ([^>]+))? -->$(?:(?!^<!-- ).)*^<!-- end -->$",
-    re.MULTILINE | re.DOTALL,
+    r"^<!-- section: ([\w./]+) -->$(?:(?!^<!-- ).)*^<!-- end -->$", re.MULTILINE | re.DOTALL
 )
 MARK = re.compile(r"^<!-- (table: .*|end) -->$", re.MULTILINE)
 TABLE = re.compile(r"<table(>.*?</table>)", re.DOTALL)
@@ -75,15 +74,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def has_notebook(file: File) -> bool:
-    """Whether a page can be saved as a notebook: lessons, and the page for one's own files."""
-    lesson = file.src_uri.startswith("tutorials/") and file.name != "index"
-    return file.src_uri.endswith(".md") and (lesson or file.name == "two-checkpoints")
+    """Whether a page can be saved as a notebook: a lesson."""
+    return file.src_uri.endswith(".md") and file.src_uri.startswith("tutorials/")
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Put in what is elsewhere."""
     up = "../" * page.file.src_uri.count("/")
-    markdown = SECTION.sub(lambda m: section(m[1], m[2], page.file.src_uri), markdown)
+    markdown = SECTION.sub(lambda m: section(m[1], page.file.src_uri), markdown)
     markdown = MARK.sub("", markdown)
     markdown = FIGURE.sub(lambda m: figure(m[2], m[1]), markdown)
     if has_notebook(page.file):
@@ -116,12 +114,10 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 
 def on_post_build(config: MkDocsConfig) -> None:
     """Words are found by how they begin, so give each section the ends of its compounds as words:
-    `dataparallel` and `parallel` of DistributedDataParallel. The changelog has all words, and
-    answers no question."""
+    `dataparallel` and `parallel` of DistributedDataParallel."""
     separate_digits(Path(config.site_dir))
     path = Path(config.site_dir) / "search/search_index.json"
     index = json.loads(path.read_text())
-    index["docs"] = [x for x in index["docs"] if not x["location"].startswith("changelog")]
     for section in index["docs"]:
         if section["location"].startswith(FOR_FEW):
             section["boost"] = 0.3
@@ -159,13 +155,8 @@ def figure(name: str, caption: str) -> str:
     )
 
 
-def section(file: str, title: str | None, page: str) -> str:
-    """The text under a heading, without it; links are those of this page."""
-    text = (ROOT / file).read_text()
-    _, _, body = text.partition(f"\n## {title}\n" if title else "\n")
-    if not body:
-        raise ValueError(f"{page}: {file} has no section {title!r}")
-    if title:
-        body = re.split(r"^## ", body, maxsplit=1, flags=re.MULTILINE)[0]
+def section(file: str, page: str) -> str:
+    """The text under the title of a file; links are those of this page."""
+    _, _, body = (ROOT / file).read_text().partition("\n")
     folder = posixpath.dirname(page) or "."
     return re.sub(r"\]\(docs/([^)#]+)", lambda m: f"]({posixpath.relpath(m[1], folder)}", body)

@@ -35,20 +35,11 @@ from mcftensor.dispatch.store import count_write, overwrite, require_castable
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Column, is_bare, places_of
-from mcftensor.passes.format_conversion import (
-    decode_columns,
-    encode_columns,
-    recode,
-)
+from mcftensor.passes.decoded_traces import most_together
+from mcftensor.passes.format_conversion import decode_columns, encode_columns, part_of, recode
 from mcftensor.tensor.implicit_rounding import asking, rounding
 from mcftensor.tensor.step_tensors import GradientTensor
 from mcftensor.tensor.tensor import MCFTensor
-
-# The elements of a chunk, which fits the caches of a CPU and occupies its threads.
-PART = 1 << 19
-
-# The elements of lists that are decoded together on other devices.
-CHUNK = 1 << 24
 
 # The smallest product of factors that is deferred: it is a normal float32.
 LEAST = 2.0**-120
@@ -313,7 +304,7 @@ def _goes_in_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return False
     tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
     first = tensors[0]
-    if first.numel() <= PART or first.device.type != "cpu":
+    if first.device.type != "cpu" or first.numel() <= most_together(first.device):
         return False
     large = [x for x in tensors if x.dim()]
     others = [[x] for x in tensors if x is not first]
@@ -378,14 +369,15 @@ def _in_chunks(
             x.grow_tails()
         _apply_factor(x)
     found = {id(x): x for x in leaves((args, kwargs)) if _is_decoded(x)}
+    size, count = most_together(args[0].device), args[0].numel()
     numbers = {
-        i: torch.empty(PART, dtype=_dtype_of(x), device="cpu") if x.dim() else numbers_of([x])[0]
+        i: torch.empty(size, dtype=_dtype_of(x), device="cpu") if x.dim() else numbers_of([x])[0]
         for i, x in found.items()
     }
     keys = [[] if (key := _key(x)) is None else [key] for x in written]
-    count, result = args[0].numel(), None
-    for start in range(0, count, PART):
-        part = slice(start, min(start + PART, count))
+    result = None
+    for start in range(0, count, size):
+        part = slice(start, min(start + size, count))
         for i, x in found.items():
             if x.dim():
                 format, components, scratch = _part_of(x, numbers[i], part)
@@ -409,19 +401,10 @@ def _in_chunks(
 
 def _part_of(x: Tensor, numbers: Tensor, part: slice) -> tuple[Format, list[Column], Tensor]:
     """Return the format and components of a part of a tensor, and its scratch, one block a row."""
-    format, columns = _stored([x])
-    own = [column[0].view(-1) for column in columns]
-    scratch = numbers[: part.stop - part.start]
-    if not format.shared:
-        return format, [[y[part]] for y in own], scratch
-    blocks = slice(part.start // BLOCK_SIZE, part.stop // BLOCK_SIZE)
-    halves = slice(part.start // 2, part.stop // 2)
-    cut = [
-        y[blocks if i in format.shared else halves if i in format.packed else part]
-        for i, y in enumerate(own)
-    ]
-    rows = blocks.stop - blocks.start
-    return format, [[y.view(rows, -1)] for y in cut], scratch.view(rows, -1)
+    format, length = _format_of(x), part.stop - part.start
+    own = part_of(format, _components(x), part.start, length)
+    scratch = numbers[:length].view(-1, BLOCK_SIZE) if format.shared else numbers[:length]
+    return format, [[y] for y in own], scratch
 
 
 def _cut(numbers: dict[int, Tensor], part: slice, x: Any) -> Any:
@@ -455,7 +438,7 @@ def foreach_on_numbers(
         rows = [i for i in rows if i not in noted]
         if not rows:
             return
-    limit = PART if args[0][rows[0]].device.type == "cpu" else CHUNK
+    limit = most_together(args[0][rows[0]].device)
     chunk: list[int] = []
     room: float = limit
     for i in (*rows, None):

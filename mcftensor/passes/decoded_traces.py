@@ -25,11 +25,18 @@ from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Column, Flat
 from mcftensor.passes.decoded_kernels import Stage, stages
 from mcftensor.passes.evaluation import Asked, Evaluation, Factor
-from mcftensor.passes.format_conversion import decode_columns, encode_columns
+from mcftensor.passes.format_conversion import decode_columns, encode_columns, part_of
 from mcftensor.passes.traces import NUMBERS, Operation, Trace
 
-# Elements of rows computed together: on a CPU, its caches hold this many of several variables.
 TOGETHER, TOGETHER_ON_OTHERS = 1 << 19, 1 << 24
+
+
+def most_together(device: torch.device) -> int:
+    """Return how many elements are decoded together.
+
+    The caches of a CPU hold this many of several variables, and they occupy its threads.
+    """
+    return TOGETHER if device.type == "cpu" else TOGETHER_ON_OTHERS
 
 
 class _Factor(Protocol):
@@ -142,7 +149,7 @@ class Decoded:
         return [x for x in found if x is not None] if all(found) else []
 
     def _cut(self) -> list[Rows]:
-        limit = TOGETHER if self.device.type == "cpu" else TOGETHER_ON_OTHERS
+        limit = most_together(self.device)
         lengths = list(map(torch.Size.numel, self.shapes))
         parts: list[Rows] = []
         first = 0
@@ -240,13 +247,7 @@ class Decoded:
         if not rows.is_part:
             return [list(x) for x in columns]
         (length,) = rows.lengths
-        cut = []
-        for j, (x,) in enumerate(columns):
-            width = BLOCK_SIZE if j in format.shared else 2 if j in format.packed else 1
-            cut.append(x.view(-1)[rows.start // width : (rows.start + length) // width])
-        if format.shared:  # one row per block
-            cut = [x.view(length // BLOCK_SIZE, -1) for x in cut]
-        return [[x] for x in cut]
+        return [[x] for x in part_of(format, [x for (x,) in columns], rows.start, length)]
 
     def views(self, flat: Tensor, rows: Rows, format: Format) -> Column:
         """Return the rows of scratch memory as views."""

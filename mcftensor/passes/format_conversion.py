@@ -258,6 +258,16 @@ def _decoding_with_rest(format: Format) -> Body:
     return body
 
 
+def part_of(format: Format, components: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
+    """Return the components of elements that follow each other; one block a row, if it has any."""
+    part = []
+    for i, x in enumerate(components):
+        width = BLOCK_SIZE if i in format.shared else 2 if i in format.packed else 1
+        own = x.view(-1)[start // width : (start + length) // width]
+        part.append(own.view(length // BLOCK_SIZE, -1) if format.shared else own)
+    return part
+
+
 def key_for(format: Format, device: torch.device, writes: Tensor | None = None) -> Tensor | None:
     """Return what the rounding of a format needs: a drawn key, or a count of previous writes.
 

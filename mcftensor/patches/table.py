@@ -27,7 +27,7 @@ FIRST = "the first expansion"
 class PatchWarning(UserWarning):
     """This release of torch has changed where the library changes it, and something is lost.
 
-    Raised once a process for each row of [the table](../design/patches.md).
+    Raised once a process for each row of [the table](../design/index.md#changes-to-pytorch).
     """
 
 

@@ -166,7 +166,7 @@ def warn_of_plain_parameters(optimizer: Optimizer) -> None:
     plain = {
         id(p): p
         for p in parameters_of(optimizer)
-        if p.dtype in NARROW and p.requires_grad and any_format_of(p) is None
+        if any_format_of(p) is None and p.dtype in NARROW and p.requires_grad
     }
     new = _new(optimizer, "plain", plain)
     if not new:

@@ -267,7 +267,7 @@ def checkpoints(folder, change):
 
 
 @pytest.mark.parametrize("change", [0.0, 0.3, 1.0])
-def test_the_page_of_two_checkpoints_counts_as_audit_does(tmp_path, change):
+def test_the_tool_for_two_checkpoints_counts_as_audit_does(tmp_path, change):
     paths = checkpoints(tmp_path, change)
     found, expected = compare(*paths), mcf.meters.audit(*paths)
     assert found["refused"] == found["lone"] == []
@@ -281,7 +281,7 @@ def test_the_page_of_two_checkpoints_counts_as_audit_does(tmp_path, change):
         assert sum(a["stretches"]) == pytest.approx(48 * (1 - b.unchanged), abs=3)
 
 
-def test_the_page_of_two_checkpoints_says_what_it_cannot_compare(tmp_path):
+def test_the_tool_for_two_checkpoints_says_what_it_cannot_compare(tmp_path):
     x = torch.ones(64, 64)
     mcf.save_file({"a": x, "b": x + 1, "c": mcf.as_expansion(x, mcf.mxfp8)}, tmp_path / "before")
     mcf.save_file(

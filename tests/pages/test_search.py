@@ -67,8 +67,3 @@ def test_the_first_page_that_a_search_finds(found, query):
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not found")
 def test_a_search_for_a_number_finds_pages(found):
     assert all(found[str(x)] for x in (1, 2, 3, 4, 8, 16, 32, 64))
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="node is not found")
-def test_no_search_leads_to_the_changelog(found):
-    assert not any(x.startswith("changelog") for pages in found.values() for x in pages)

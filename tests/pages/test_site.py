@@ -175,15 +175,15 @@ def test_every_public_name_is_in_the_reference(site):
 
 
 def test_every_patch_is_on_its_page(site):
-    text = (site / "design/patches.html").read_text()
+    text = (site / "design/index.html").read_text()
     for row in TABLE:
         assert f"<code>{row.name}</code>" in text
 
 
 def test_every_lesson_is_a_notebook_too(site):
-    lessons = [name for name in pages(site) if re.fullmatch(r"tutorials/(?!index).*", name)]
+    lessons = [name for name in pages(site) if name.startswith("tutorials/")]
     assert len(lessons) == 8
-    for name in [*lessons, "guides/two-checkpoints.html"]:
+    for name in lessons:
         notebook = f"{Path(name).stem}.ipynb"
         assert json.loads((site / name).with_name(notebook).read_text())["nbformat"] == 4
         assert f'download="{notebook}" href="{notebook}"' in (site / name).read_text()
@@ -274,7 +274,7 @@ def test_in_a_browser_every_page_reads_from_a_disk_on_a_phone_and_a_screen(site,
 
 
 # Pages with scripts of their own, and one of each kind of the others.
-SCRIPTED = ["index", "guides/two-checkpoints", "optimizers", "reference/floats", "design/index"]
+SCRIPTED = ["index", "edq", "optimizers", "reference/floats", "design/index"]
 LESSONS = [f"tutorials/{name}" for name in ("still", "bf16", "transformations", "expansions")]
 
 
@@ -330,7 +330,7 @@ BEFORE = """(() => {
 
 
 @needs_browser
-@pytest.mark.parametrize("name", ["reference/floats", "tutorials/bf16", "guides/two-checkpoints"])
+@pytest.mark.parametrize("name", ["reference/floats", "tutorials/bf16", "edq"])
 def test_in_a_browser_tab_reaches_every_control_and_shows_where_it_is(site, tmp_path, name):
     async def walk():
         async with browser.browse(browser.find(), tmp_path) as tab:
@@ -592,7 +592,7 @@ def test_in_a_browser_two_checkpoints_are_compared(site, tmp_path):
         mcf.save_file(tensors, tmp_path / "file.safetensors")
         texts.append(base64.b64encode((tmp_path / "file.safetensors").read_bytes()).decode())
 
-    page, script = "guides/two-checkpoints.html", GIVE % json.dumps(texts)
+    page, script = "edq.html", GIVE % json.dumps(texts)
     visit = from_disk(site, tmp_path, page, script, width=390)
     assert not visit.problems
     assert visit.value["overflow"] <= 0

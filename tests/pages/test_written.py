@@ -14,7 +14,7 @@ pages = pytest.importorskip("support.pages", reason="sybil is not installed")
 
 ROOT = Path(__file__).parents[2]
 WRITE = ROOT / "docs/_ext/write.py"
-LESSONS = sorted(p for p in (ROOT / "docs/tutorials").glob("*.md") if p.stem != "index")
+LESSONS = sorted((ROOT / "docs/tutorials").glob("*.md"))
 
 
 def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

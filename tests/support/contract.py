@@ -4,6 +4,7 @@ The oracles share no code with the library. They read components by the definiti
 and compute with fractions or float64.
 """
 
+import functools
 import io
 import math
 from collections.abc import Callable
@@ -186,9 +187,9 @@ def float32_patterns(count: int, seed: int = 0) -> Tensor:
 
 
 def numbers(x: Tensor) -> Tensor:
-    """The numbers in float64; those of longer formats rounded."""
+    """The numbers in float64, those of longer formats rounded in the same order anywhere."""
     parts = floats(x)
-    return torch.stack(parts[::-1]).sum(0) if len(parts) > 1 else parts[0]
+    return functools.reduce(torch.add, parts[::-1])
 
 
 def fractions(x: Tensor) -> list[Fraction]:

@@ -309,7 +309,7 @@ def test_rows_that_read_the_targets_of_others(case, in_step):
 @pytest.mark.usefixtures("no_grad")
 def test_a_large_tensor_and_a_part_of_it(monkeypatch):
     """One that only stores is written to block by block, each after the next one was read."""
-    monkeypatch.setattr("mcftensor.dispatch.storage_formats.PART", 8)
+    monkeypatch.setattr("mcftensor.passes.decoded_traces.TOGETHER", 8)
     x = mcf.as_expansion(torch.arange(100.0), mcf.bf16i16)
     x[1:].add_(x[:-1])
     assert x.tolist() == [0.0, *(2.0 * i - 1 for i in range(1, 100))]

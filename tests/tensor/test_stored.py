@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mcftensor as mcf
-from mcftensor.dispatch import storage_formats
+from mcftensor.passes import decoded_traces
 from support.helpers import (
     IN_MODULES,
     SCALED,
@@ -89,7 +89,7 @@ class TestParametersAlone:
 )
 def test_blocks_of_large_tensors(format, write):
     """Each is rounded as it would be by itself, and all of them are one write."""
-    rows, width = storage_formats.PART // 32 + 15, 64
+    rows, width = decoded_traces.TOGETHER // 32 + 15, 64
     x, y = sample(format, rows, width), torch.randn(rows, width)
     small = x.clone()
     assert write(x, y) is x
@@ -102,7 +102,7 @@ def test_blocks_of_large_tensors(format, write):
 
 
 def test_what_gives_no_tensor_is_not_taken_in_blocks():
-    x = sample(mcf.bf16i16, storage_formats.PART // 32 + 15, 64)
+    x = sample(mcf.bf16i16, decoded_traces.TOGETHER // 32 + 15, 64)
     y = x.clone()
     assert torch.equal(x, y)
     y[-1, -1] = 7

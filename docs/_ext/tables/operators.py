@@ -15,16 +15,14 @@ def patches() -> str:
     for row in sorted(TABLE, key=lambda row: (row.when != FIRST, row.when, row.name)):
         alike = occasions.setdefault(row.when, {})
         alike.setdefault((row.why, row.releases), []).append(f"`{row.name}`")
-    parts = []
+    lines = []
     for when, groups in occasions.items():
-        parts.append(f"## With {when if when == FIRST else f'`{when}`'}")
-        lines = []
+        lines.append(f"- With {when if when == FIRST else f'`{when}`'}:")
         for (_, releases), names in groups.items():
             package = names[0].strip("`").partition(".")[0]
             seen = "" if releases == Patch.releases else f" ({package} {releases})"
-            lines.append(f"- {', '.join(names)}{seen}")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+            lines.append(f"    - {', '.join(names)}{seen}")
+    return "\n".join(lines)
 
 
 def outcome(entry: dict[str, Any]) -> str:
