@@ -18,7 +18,7 @@ import torch
 
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.printer import COMMON, Copy, Dialect, Printer, lines_of
-from mcftensor.kernels.program import COMPUTED, Program, Signature, Usual
+from mcftensor.kernels.program import CODES, COMPUTED, Program, Signature, Usual
 
 # Elements per thread that make starting it worthwhile, as in PyTorch.
 GRAIN = 1 << 15
@@ -58,6 +58,7 @@ _DIALECT = Dialect(
         ("vector", torch.int64): "load<UL>(in{0} + {i}, n)",
         ("vector", torch.float64): "load<UL>(in{0} + {i}, n)",
         "packed": "unpacked(in{0} + {i} / 2)",
+        "table": "entry({" + "}, {".join(map(str, range(2 + CODES))) + "})",
         "shared": "all<U>(in{0}[{block} / SHARING])",
         "block_max": "block_max<1>({valid}, {0})",
         "scalar": "entered<{type}>(scalar{0})",
@@ -474,6 +475,20 @@ INLINE U unpacked(const uint8_t *p) {
   U place = counted<U>(), x = all<U>(words[0]);
   if constexpr (LANES > 8) x = place < 8 ? x : all<U>(words[LANES / 16]);
   return x >> (place % 8 * 4) & 15;
+}
+// The value of a code, from a table if that takes fewer instructions.
+template <class... V>
+INLINE F entry(I code, F value, F a, F b, F c, F d, F e, F f, F g, F h, V... others) {
+#if defined(__AVX512F__) && !defined(__clang__) && LANES == 16
+  const F table = {a[0], b[0], c[0], d[0], e[0], f[0], g[0], h[0], others[0]...};
+  return __builtin_shuffle(table, code);
+#elif defined(__AVX2__) && !defined(__clang__) && LANES == 8
+  const F first = {a[0], b[0], c[0], d[0], e[0], f[0], g[0], h[0]}, second = {others[0]...};
+  return __builtin_ia32_blendvps256(
+      __builtin_shuffle(first, code), __builtin_shuffle(second, code), as<F>(code << 28));
+#else
+  return value;
+#endif
 }
 INLINE void pack(uint8_t *p, U pattern) {
   typedef uint64_t Pairs __attribute__((vector_size(4 * LANES)));
