@@ -99,9 +99,10 @@ class BlockFormat(StoredFormat):
     def read(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the float32 values of codes under scales."""
 
-    @abstractmethod
     def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
-        """Return patterns of magnitudes; the largest one decides the scale of a block."""
+        """Return patterns, the largest of which decides the scale of a block: those of finite
+        numbers, and 0 for others."""
+        return torch.where(magnitude < _INFINITY, magnitude, 0)
 
     @abstractmethod
     def scale_of(self, patterns: Tensor) -> Tensor:
@@ -133,10 +134,6 @@ class MXFP8(BlockFormat):
         bits = small.minimum(normal)
         bits = torch.where(magnitude == 0x7F, _NAN, bits)
         return (bits | ((codes & 0x80) << 24)).view(torch.float32) * _factors(scales)
-
-    def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
-        """Return the patterns of finite numbers, and 0 for others."""
-        return torch.where(magnitude < _INFINITY, magnitude, 0)
 
     def scale_of(self, patterns: Tensor) -> Tensor:
         """Return 2^ceil(log2(largest / 448)); 448 is 1.75 * 2^8."""

@@ -131,13 +131,9 @@ class Q4(FourBitFormat):
     def read(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the share of the scale, with the sign."""
         c = codes & 7
-        x = ((c * (c + 1)) >> 1).to(torch.float32) * (1 / 28) * (scales << 16).view(torch.float32)
-        return torch.where(codes == 8, torch.nan, x.copysign((codes << 28).view(torch.float32)))
-
-    def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
-        """Return the patterns of finite normal numbers, and 0 for others."""
-        is_held = (magnitude >= 1 << _LOST) & (magnitude < _INFINITY)
-        return torch.where(is_held, magnitude, 0)
+        share = ((c * (c + 1)) >> 1).to(torch.float32) * (1 / 28)
+        share = share.copysign((codes << 28).view(torch.float32))
+        return torch.where(codes == 8, torch.nan, share) * (scales << 16).view(torch.float32)
 
     def scale_of(self, patterns: Tensor) -> Tensor:
         """Return the largest number as bfloat16; codes of numbers below 2^-121 are subnormal."""
@@ -148,17 +144,17 @@ class Q4(FourBitFormat):
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
         """Return sign and c. It is the last i for which y, in 28ths of the scale, is at least
         i (i - 1) / 2 + (1 - n) i: beyond i - 1 by the share 1 - n of the step. So it is the whole
-        part of the root of a quadratic equation. The noise n is 1/2 to nearest.
+        part of the root of a quadratic equation. The noise n is 1/2 to nearest; d is 2 n - 1, in
+        units of 2^-15.
         """
         scale = (scales.to(torch.int32) << 16).view(torch.float32)
-        y = self.sized(x, magnitude).view(torch.float32) / scale
-        y = torch.where(y > 1 - 2.0**-8, 1.0, y) * _SHARES  # the largest number stays it
-        d = (
-            torch.zeros_like(y)
-            if noise is None
-            else noise.bits(16).to(torch.float32) * 2.0**-15 - 1
-        )
-        c = (((d * d + 8 * y).sqrt() + d) * 0.5).to(torch.int32)
+        finite = self.sized(x, magnitude)
+        y = torch.where(finite >= 1 << _LOST, finite, 0).view(torch.float32) / scale
+        y = torch.where(y > 1 - 2.0**-8, 1.0, y) * (_SHARES * 2.0**33)  # the largest number stays
+        d = torch.zeros_like(y)
+        if noise is not None:
+            d = (noise.bits(16) - (1 << 15)).to(torch.float32)
+        c = (((d * d + y).sqrt() + d) * 2.0**-16).to(torch.int32)
         codes = torch.where(c > 0, c | ((x.view(torch.int32) >> 28) & 8), 0)
         return torch.where(magnitude < _INFINITY, codes, 8).to(torch.uint8)
 
@@ -196,7 +192,8 @@ class UE4(FourBitFormat, SecondMoments):
 
     def read(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the pattern of the scale, less the steps."""
-        bits = _power(scales) - ((15 - codes) << (_LOST - 1)) * (2 - _half(scales))
+        step = _step(scales)
+        bits = codes * step + (_power(scales) - 15 * step)
         return torch.where(codes == 0, 0, bits).view(torch.float32)
 
     def scale_of(self, patterns: Tensor) -> Tensor:
@@ -204,23 +201,29 @@ class UE4(FourBitFormat, SecondMoments):
         exponent = (block_max(patterns) + ((1 << _LOST) - 1)) >> _LOST
         exponent = exponent.maximum(torch.full_like(exponent, 15))
         exponent = torch.where(exponent > 254, 254, exponent)
-        above = block_max(torch.where(patterns > 0, _INFINITY - patterns, 0))
-        has_half_steps = (_INFINITY - above >= (exponent - 7) << _LOST) & (exponent < 254)
+        above = block_max(-patterns & 0x7FFFFFFF)  # 2^31 less the smallest above zero, or 0
+        least = (exponent - 7) << _LOST
+        has_half_steps = (least - 1 <= 0x7FFFFFFF - above) & (exponent < 254)
         return exponent - (has_half_steps.to(torch.int32) << 8)
 
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
-        """Return 15 less the steps below the scale, rounded."""
+        """Return the steps above the code 0, rounded."""
         half = _half(scales)
-        below = _power(scales) - magnitude
-        bits = (15 << _LOST) - below.minimum(torch.full_like(below, 15 << _LOST)) * (1 + half)
+        above = magnitude - (_power(scales) - 15 * _step(scales))
+        bits = above.maximum(torch.zeros_like(above)) * (1 + half)
         codes = round_off(bits if noise is None else _by_roots(bits, half), noise, _LOST)
-        codes = torch.where(codes > 15, 15, codes)
+        codes = codes.minimum(torch.full_like(codes, 15))
         return self.with_special(codes, x, magnitude, scales)
 
 
 def _power(scales: Tensor) -> Tensor:
     """Return the float32 pattern of the power of two of a scale."""
     return (scales.to(torch.int32) & 255) << _LOST
+
+
+def _step(scales: Tensor) -> Tensor:
+    """Return the step between the patterns of codes."""
+    return (2 - _half(scales)) << (_LOST - 1)
 
 
 def _half(scales: Tensor) -> Tensor:
@@ -233,7 +236,7 @@ def _by_roots(bits: Tensor, half: Tensor) -> Tensor:
     step: t + 3/16 t (1 - t) for powers of two, t + 3/32 t (1 - t) for half steps.
     """
     t = (bits >> 8) & 0x7FFF
-    return bits + ((t * (0x8000 - t)) >> 12) * 3 * (2 - half)
+    return bits + ((t * (0x8000 - t)) >> 12) * (3 * (2 - half))
 
 
 for _rounding in SUFFIXES:

@@ -18,7 +18,7 @@ import torch
 
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.printer import COMMON, Copy, Dialect, Printer, lines_of
-from mcftensor.kernels.program import COMPUTED, Program, Signature, Usual
+from mcftensor.kernels.program import CODES, COMPUTED, Program, Signature, Usual
 
 # Elements per thread that make starting it worthwhile, as in PyTorch.
 GRAIN = 1 << 15
@@ -58,6 +58,7 @@ _DIALECT = Dialect(
         ("vector", torch.int64): "load<UL>(in{0} + {i}, n)",
         ("vector", torch.float64): "load<UL>(in{0} + {i}, n)",
         "packed": "unpacked(in{0} + {i} / 2)",
+        "table": "entry({" + "}, {".join(map(str, range(2 + CODES))) + "})",
         "shared": "all<U>(in{0}[{block} / SHARING])",
         "block_max": "block_max<1>({valid}, {0})",
         "scalar": "entered<{type}>(scalar{0})",
@@ -83,6 +84,7 @@ _IN_PAIRS = dataclasses.replace(
     operations={
         **_DIALECT.operations,
         "vector": "{half}_of_pair(in{0} + {pair})",
+        "packed": "{half}_of_halves(in{0} + {pair} / 2)",
         "block_max": "block_max<2>({valid}, {0})",
         "index": "(counted<L>() * 2 + ({inside})) + {block}",
         ("index", torch.int32): "(counted<I>() * 2 + int32_t({inside})) + int32_t({block})",
@@ -233,6 +235,8 @@ template <class T>
 INLINE U first_of_pair(const T *p) { return pair(p) & constant<65535u>(); }
 template <class T>
 INLINE U second_of_pair(const T *p) { return pair(p) >> 16; }
+INLINE U first_of_halves(const uint8_t *p) { return load<U>(p, Whole()) & 15; }
+INLINE U second_of_halves(const uint8_t *p) { return load<U>(p, Whole()) >> 4; }
 INLINE U paired(U first, U second) {
 #if defined(__AVX2__) && !defined(__clang__) && LANES == 8
   return as<U>(__builtin_ia32_pblendw256(
@@ -269,6 +273,12 @@ INLINE void store_pairs(uint8_t *p, U first, U second, P... others) {
 #endif
   __builtin_memcpy(p, &bytes, sizeof bytes);
   store_pairs(p + 2 * LANES, others...);
+}
+INLINE void pack_pairs(const void *) {}
+template <class... P>
+INLINE void pack_pairs(uint8_t *p, U first, U second, P... others) {
+  store(p, first | second << 4, Whole());
+  pack_pairs(p + LANES, others...);
 }
 
 INLINE F quiet(F x) { return x == x ? x : all<F>(nan); }
@@ -465,6 +475,20 @@ INLINE U unpacked(const uint8_t *p) {
   U place = counted<U>(), x = all<U>(words[0]);
   if constexpr (LANES > 8) x = place < 8 ? x : all<U>(words[LANES / 16]);
   return x >> (place % 8 * 4) & 15;
+}
+// The value of a code, from a table if that takes fewer instructions.
+template <class... V>
+INLINE F entry(I code, F value, F a, F b, F c, F d, F e, F f, F g, F h, V... others) {
+#if defined(__AVX512F__) && !defined(__clang__) && LANES == 16
+  const F table = {a[0], b[0], c[0], d[0], e[0], f[0], g[0], h[0], others[0]...};
+  return __builtin_shuffle(table, code);
+#elif defined(__AVX2__) && !defined(__clang__) && LANES == 8
+  const F first = {a[0], b[0], c[0], d[0], e[0], f[0], g[0], h[0]}, second = {others[0]...};
+  return __builtin_ia32_blendvps256(
+      __builtin_shuffle(first, code), __builtin_shuffle(second, code), as<F>(code << 28));
+#else
+  return value;
+#endif
 }
 INLINE void pack(uint8_t *p, U pattern) {
   typedef uint64_t Pairs __attribute__((vector_size(4 * LANES)));
@@ -714,7 +738,7 @@ def _in_pairs(program: Program) -> bool:
     """Whether all inputs and outputs have 16 bits, or bytes beside them."""
     signature = program.signature
     sizes = {x.itemsize for x in (*signature.vectors, *signature.outputs)}
-    return sizes <= {1, 2} and 2 in sizes and not signature.packed
+    return sizes <= {1, 2} and 2 in sizes
 
 
 def _copies(first: int, size: int, valid: str = "Every()") -> list[Copy]:
@@ -770,11 +794,14 @@ def _lines(
         if program.signature.shares(i):
             lines.append([f"out{i}[{words[0]['block']} / SHARING] = {patterns[0]}[0];"])
             continue
-        if len(program.signature.vectors) + i in program.signature.packed:
+        is_packed = len(program.signature.vectors) + i in program.signature.packed
+        if in_pairs:
+            at = f"{words[0]['pair']} / 2" if is_packed else words[0]["pair"]
+            name = "pack_pairs" if is_packed else "store_pairs"
+            lines.append([f"{name}(out{i} + {at}, {', '.join(patterns)});"])
+        elif is_packed:
             both = zip(words, patterns, strict=True)
             lines.append([f"pack(out{i} + {at['i']} / 2, {pattern});" for at, pattern in both])
-        elif in_pairs:
-            lines.append([f"store_pairs(out{i} + {words[0]['pair']}, {', '.join(patterns)});"])
         else:
             both = zip(words, patterns, strict=True)
             lines.append([f"store(out{i} + {at['i']}, {pattern}, n);" for at, pattern in both])

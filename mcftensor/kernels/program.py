@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -44,6 +44,9 @@ PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 READS = ("vector", "packed", "shared")
 """Instructions that read a vector: elements, halves of bytes, or values of blocks."""
+
+CODES = 16
+"""Codes of half a byte."""
 
 # vectors, scalars, index of each element -> results
 Body = Callable[[Sequence[Tensor], Sequence[Any], Tensor], Sequence[Tensor]]
@@ -135,6 +138,20 @@ class Program:
             is_source = x.name in ("shared", "block_max")
             found.append(is_source or (varying != [] and all(found[i] for i in varying)))
         return found
+
+    def tables(self) -> dict[int, int]:
+        """Return the floats of a packed code alone that other values need, with the code."""
+        found: dict[int, int] = {}
+        sources: list[set[int]] = []  # packed codes by their places, and -1 for all else
+        for i, x in enumerate(self.instructions):
+            places = [o.index for o in x.operands if isinstance(o, Place)]
+            is_constant = bool(places) or x.name == "constant"
+            own = {i} if x.name == "packed" else set() if is_constant else {-1}
+            sources.append(own.union(*(sources[k] for k in places)))
+            for k in places if len(sources[i]) > 1 else ():
+                if len(sources[k]) == 1 and sources[k] != {-1}:
+                    (found[k],) = sources[k]
+        return {k: i for k, i in found.items() if self.instructions[k].dtype == torch.float32}
 
     def before_scales(self) -> list[bool]:
         """Return whether values of blocks need each instruction."""
@@ -324,16 +341,21 @@ def record(body: Body, signature: Signature) -> Program:
         NotImplementedError: an operation is not supported by programs.
     """
     recorder = _Recorder()
-    vectors = [recorder.enter(signature.kind(i), i, d, 1) for i, d in enumerate(signature.vectors)]
-    scalars = [recorder.enter("scalar", i, d, 0) for i, d in enumerate(signature.scalars)]
-    index = recorder.enter("index", 0, torch.int64, 1)
+    size = (CODES if signature.packed else 1,)
+    vectors = [
+        recorder.enter(signature.kind(i), i, d, size) for i, d in enumerate(signature.vectors)
+    ]
+    scalars = [recorder.enter("scalar", i, d, ()) for i, d in enumerate(signature.scalars)]
+    index = recorder.enter("index", 0, torch.int64, size)
     results = recorder.watch(body, vectors, scalars, index)
     outputs = zip(results, signature.outputs, strict=True)
     places = tuple(recorder.cast(x, dtype) for x, dtype in outputs)
-    return _without_unused(Program(signature, tuple(recorder.instructions), places))
+    values = {recorder.places[id(x)].index: x for x in recorder.alive}
+    return _finished(Program(signature, tuple(recorder.instructions), places), values)
 
 
-def _without_unused(program: Program) -> Program:
+def _finished(program: Program, values: Mapping[int, Tensor]) -> Program:
+    """Leave out instructions without a use, and add tables, given the values of all codes."""
     is_used = [False] * len(program.instructions)
     for place in program.results:
         is_used[place.index] = True
@@ -342,15 +364,18 @@ def _without_unused(program: Program) -> Program:
             for x in program.instructions[i].operands:
                 if isinstance(x, Place):
                     is_used[x.index] = True
-    if all(is_used):
-        return program
     new: list[Place] = []  # by old places
     kept: list[Instruction] = []
-    for old, is_kept in zip(program.instructions, is_used, strict=True):
+    tables = program.tables()
+    for i, (old, is_kept) in enumerate(zip(program.instructions, is_used, strict=True)):
         new.append(Place(len(kept)))
         if is_kept:
             operands = tuple([new[x.index] if isinstance(x, Place) else x for x in old.operands])
             kept.append(Instruction(old.name, operands, old.dtype))
+            if i in tables and i in values:
+                operands = (new[tables[i]], new[i], *values[i].tolist())
+                new[i] = Place(len(kept))
+                kept.append(Instruction("table", operands, old.dtype))
     results = tuple([new[place.index] for place in program.results])
     return Program(program.signature, tuple(kept), results)
 
@@ -469,8 +494,11 @@ class _Recorder(TorchDispatchMode):
             while torch._C._len_torch_dispatch_stack() > depth:
                 torch._C._pop_torch_dispatch_stack(None)
 
-    def enter(self, name: str, number: int, dtype: torch.dtype, dims: int) -> Tensor:
-        x = torch.ones((1,) * dims, dtype=dtype, device="cpu")
+    def enter(self, name: str, number: int, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor:
+        if name == "packed":
+            x = torch.arange(CODES, dtype=dtype, device="cpu")
+        else:
+            x = torch.ones(size, dtype=dtype, device="cpu")
         self._remember(x, self._add(name, (number,), dtype))
         return x
 

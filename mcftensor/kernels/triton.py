@@ -45,6 +45,7 @@ _DIALECT = Dialect(
         "vector": "(tl.load(in{0} + offsets) if WHOLE else "
         "tl.load(in{0} + offsets, mask=mask, other=0))",
         "packed": "unpacked(in{0}, offsets, mask)",
+        "table": "{1}",
         "shared": "spread(in{0}, begin, length, BLOCK)",
         "block_max": "block_max({0}, BLOCK)",
         "scalar": "scalar{0}.to(tl.{type})",

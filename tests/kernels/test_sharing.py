@@ -16,7 +16,7 @@ from mcftensor.kernels.eager import indices
 from mcftensor.kernels.execute import Kernel
 from mcftensor.kernels.program import Signature, record
 from mcftensor.passes import optimizer_steps
-from mcftensor.passes.format_conversion import decode_columns, encode_columns, encoding
+from mcftensor.passes.format_conversion import decode_columns, decoding, encode_columns, encoding
 from support.kernel_cases import same, way
 
 FORMATS = [
@@ -114,10 +114,11 @@ def test_one_unusual_number_in_a_block(format):
     same("cpp", lambda: stored(format, x))
 
 
+@pytest.mark.parametrize("mode", ["compact", "compact4"])
 @pytest.mark.parametrize("format", [mcf.bf16i8, mcf.bf16x2], ids=lambda f: f.name)
-def test_steps_with_one_unusual_number_in_a_block(format):
+def test_steps_with_one_unusual_number_in_a_block(format, mode):
     weights = mcf.as_expansion(with_unusual(16, 64).view(-1).roll(32).view(16, 64), format)
-    same("cpp", step_of, weights, "compact", with_unusual(16, 64))
+    same("cpp", step_of, weights, mode, with_unusual(16, 64))
 
 
 def test_usual_blocks_have_a_program_of_their_own():
@@ -127,6 +128,18 @@ def test_usual_blocks_have_a_program_of_their_own():
     fast, usual = program.usual()
     assert len(fast.instructions) < len(program.instructions)
     assert [*usual.maxima.values()] == [0x7F700000]
+
+
+def test_values_of_a_code_of_half_a_byte_are_a_table():
+    body = decoding(mcf.q4.nearest, torch.float32)
+    signature = Signature(
+        (torch.uint8, torch.int16), (), (torch.float32,), frozenset([1]), packed=frozenset([0])
+    )
+    (table,) = [x for x in record(body, signature).instructions if x.name == "table"]
+    numbers = [c * (c + 1) / 56 for c in range(8)]
+    assert table.operands[2:10] == pytest.approx(numbers, rel=2**-23)
+    assert math.isnan(table.operands[10])
+    assert table.operands[11:] == tuple(-x for x in table.operands[3:10])
 
 
 ROWS = [(33, 31), (7, 161), (5, 1), (64, 3, 3, 3), (600, 1000)]
