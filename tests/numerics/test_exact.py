@@ -58,6 +58,12 @@ def test_shapes():
     assert mcf.exact.from_exact("0.5", mcf.bf16x2).shape == ()
 
 
+def test_formats_that_are_no_expansions():
+    for format in (mcf.mxfp8, mcf.bf16i16):
+        with pytest.raises(TypeError, match=r"from_exact: .* does not consist of terms"):
+            mcf.exact.from_exact(["0.1"], format)
+
+
 def test_special_values(format):
     x = mcf.exact.from_exact(["inf", float("-inf"), Decimal("nan"), -0.0, "1e5000"], format)
     leading = x.components[0]

@@ -465,6 +465,13 @@ def test_gradients_of_activations(name, format):
     assert worst(slope, ACTIVATIONS[name], format, x) <= bound(format)
 
 
+def test_gradients_of_elu_by_its_result():
+    """alpha scale e^x is the result plus alpha scale below 0."""
+    y = mcf.as_expansion(torch.tensor([-0.5, -0.25, 3.0], dtype=torch.float64), mcf.fp64x2)
+    found = torch.ops.aten.elu_backward(torch.ones_like(y), 0.5, 2.0, 1.0, True, y)
+    assert mcf.exact.to_fraction(found) == [Fraction(1, 2), Fraction(3, 4), 2]
+
+
 @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16x3, mcf.fp32x2, mcf.fp64x2], ids=str)
 @pytest.mark.parametrize("eps", [0.2, 0.5, 0.6])
 def test_logit_of_what_is_clamped_is_that_of_torch(format, eps):
