@@ -127,8 +127,9 @@ def test_the_largest_movement_is_in_learning_rates():
 
 def test_readings_survive_a_checkpoint_and_are_shown():
     edq, optimizer, weight = measured("compact")
-    rows = edq.state_table().row_count
-    assert rows == 2 + 2
+    table = edq.state_table()
+    assert table.row_count == 2 + 2
+    assert [*table.columns[2].cells] == [f"{weight.numel():,}"] * 4
     again = mcf.EDQ(optimizer, names=[("weight", weight)])
     again.load_state_dict(edq.state_dict())
     assert again.states == edq.states

@@ -1020,6 +1020,18 @@ def test_optimizers_that_couple_parameters_are_refused(name):
         mcf.step_in_backward(model, optimizer)
 
 
+def test_optimizers_that_need_all_gradients_are_refused():
+    class Needy(torch.optim.SGD):
+        def step(self, closure=None):
+            if any(p.grad is None for p in self.param_groups[0]["params"]):
+                raise RuntimeError("a gradient is missing")
+            return super().step(closure)
+
+    model = network()
+    with pytest.raises(ValueError, match="without gradients it raises RuntimeError: a gradient"):
+        mcf.step_in_backward(model, Needy(model.parameters(), lr=0.1))
+
+
 # --------------------------------------------------------------------------------------- memory
 
 
