@@ -47,7 +47,18 @@ def assign(
             target.resize_(result.shape)
         if not isinstance(target, MCFTensor) and result.is_floating_point():
             result = plainly(result, target.dtype)
+        count = _count_of(target, result)
+        counted = None if count is None else count + 1
         target.copy_(result)
+        if count is not None and counted is not None:
+            count.copy_(counted)
+
+
+def _count_of(target: Tensor, result: Tensor) -> Tensor | None:
+    """Return the count of writes of a target that a copy of a result would replace by its own."""
+    if not (isinstance(target, MCFTensor) and isinstance(result, MCFTensor)):
+        return None
+    return target._writes if result._format is target._format else None
 
 
 def assign_tree(func: Any, out: Any, result: Any, operands: Sequence[MCFTensor] = ()) -> Any:
