@@ -965,6 +965,15 @@ class ByTheGlobalNorm(Stepper):
         super().step()
 
 
+class Total(torch.optim.SGD):
+    """Raises if any gradient is missing."""
+
+    def step(self, closure=None):
+        if any(p.grad is None for p in self.param_groups[0]["params"]):
+            raise ArithmeticError("a gradient is missing")
+        super().step()
+
+
 P = [nn.Parameter(torch.ones(2, 2))]
 
 
@@ -986,6 +995,12 @@ P = [nn.Parameter(torch.ones(2, 2))]
             {},
             ValueError,
             "ByTheGlobalNorm cannot step one.*gradients of others",
+        ),
+        (
+            (nn.ParameterList(P), Total(P)),
+            {},
+            ValueError,
+            "Total cannot step one.*without gradients it raises ArithmeticError: a gradient is",
         ),
         (
             (nn.ParameterList(P), torch.optim.SGD(P, differentiable=True)),

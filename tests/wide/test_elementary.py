@@ -504,3 +504,28 @@ def test_powers_of_two_are_exact(format):
     found = torch.ldexp(ends, torch.tensor([5000, -5000, -1, 1])).components[0].tolist()
     assert found[:3] == [math.inf, 0.0, math.inf]
     assert math.isnan(found[3])
+
+
+@by_format
+def test_gradients_of_elu_from_its_result(format):
+    """In place, only the result is kept: its slope is result + alpha."""
+    x = sample(format, 12).requires_grad_()
+    alpha = mp.mpf(0.75)
+    (found,) = torch.autograd.grad(F.elu_(x * 1, 0.75).sum(), x)
+    expected = [alpha * mp.exp(a) if a < 0 else mp.mpf(1) for a in numbers(x.detach())]
+    assert min(expected) < 0.7
+    for a, b in zip(numbers(found), expected, strict=True):
+        assert abs(a - b) <= abs(b) * mp.mpf(2) ** (4 - format.precision)
+
+
+def test_gradients_of_sinc_next_to_zero():
+    """Below 2^-16 they are a series."""
+    x = mcf.exact.from_exact(
+        [Fraction(s, 3 * 2**e) for e in (15, 16, 20) for s in (-1, 1)], "fp64x2"
+    )
+    x.requires_grad_()
+    (found,) = torch.autograd.grad(torch.sinc(x).sum(), x)
+    for a, b in zip(numbers(found), numbers(x.detach()), strict=True):
+        with mp.workprec(400):  # the difference cancels
+            expected = (mp.cos(mp.pi * b) - mp.sin(mp.pi * b) / (mp.pi * b)) / b
+        assert abs(a - expected) <= abs(expected) * mp.mpf(2) ** -96
