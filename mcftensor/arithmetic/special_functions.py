@@ -176,7 +176,7 @@ def polygamma(n: int, x: Tensor) -> Tensor:
 def logit(x: Tensor, eps: float | None = None) -> Tensor:
     """log(x / (1 - x)); near 1/2 it is 2 atanh(2x - 1), whose argument is exact."""
     if eps is not None:
-        x = torch.where(x < eps, eps, x.clamp(max=1 - eps))  # eps may be above 1/2
+        x = torch.where(x < eps, x.clamp(min=eps), x.clamp(max=1 - eps))  # eps may be above 1/2
     far = torch.log(x) - torch.log1p(-x)
     return torch.where((x - 0.5).abs() < 0.25, 2 * torch.atanh(2 * x - 1), far)
 

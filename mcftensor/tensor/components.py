@@ -453,10 +453,12 @@ def holder_of(x: Any) -> tuple[weakref.ref[torch.nn.Module], str] | None:
 
 
 def is_held(x: Tensor) -> bool:
-    """Return whether the module that owned an expansion at its conversion, if any, still does."""
+    """Return whether the module that owned an expansion at its conversion still does, if it
+    exists.
+    """
     held = holder_of(x)
     owner = None if held is None else held[0]()
-    return held is None or (owner is not None and owner._parameters.get(held[1]) is x)
+    return held is None or owner is None or owner._parameters.get(held[1]) is x
 
 
 def any_format_of(x: object) -> Format | None:

@@ -348,6 +348,17 @@ def test_functions_of_fp32x2():
             assert 2.0**-60 < error < 2.0**-44, name
 
 
+def test_limits_of_logits_keep_their_bits():
+    x = mcf.as_expansion(torch.tensor([0.1, 0.3, 0.9], dtype=torch.float64), mcf.fp32x2)
+    with no_float64():
+        found = torch.logit(x, eps=0.2)
+    with mpmath.workprec(160):
+        for got, v in zip(in_mpmath(found), in_mpmath(x), strict=True):
+            p = max(mpmath.mpf(0.2), min(1 - mpmath.mpf(0.2), v))
+            exact = mpmath.log(p / (1 - p))
+            assert abs(got - exact) <= 2.0**-46 * abs(exact)
+
+
 @pytest.mark.parametrize("count", [3, 200])
 def test_products_of_matrices_of_fp32x2(count):
     a, b = drawn(mcf.fp32x2, 6, 4 * count).view(4, count), drawn(mcf.fp32x2, 7, 5 * count)

@@ -11,7 +11,8 @@ from tables.sources import RESULTS, machine, percent, table
 
 BETA2S = (0.999, 0.98)
 ORDER = (
-    "bf16", "kahan", "light", "compact", "released", "plus", "full", "exact", "fp16", REFERENCE
+    "bf16", "compact4", "kahan", "light", "compact", "released", "plus", "full", "exact", "fp16",
+    REFERENCE,
 )  # fmt: skip
 
 
