@@ -44,9 +44,9 @@ def _reason(error: Exception) -> str:
         )
     # What torch says before this is how to load the file in spite of it.
     message = message.rpartition("WeightsUnpickler error:")[2]
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    lines = message.strip().splitlines() or [type(error).__name__]
     # Later sentences are advice for other cases than this.
-    first = lines[0].split(". ")[0][:200] if lines else type(error).__name__
+    first = lines[0].split(". ")[0][:200]
     if isinstance(error, MemoryError) or "allocate memory" in message:
         return f"it does not fit into memory ({first})"
     return f"it is damaged, incomplete or no checkpoint ({first})"

@@ -163,9 +163,8 @@ def _open_shards(index: Path, verify: bool) -> Stored:
         lambda name: shard(files[name]).terms[name],
         lambda name: like_in(shard(files[name]).terms, name),
     )
-    texts = {name: x for name, x in metadata.items() if isinstance(x, str)}
     layout = "safetensors" if all(kinds.values()) else "torch.save in shards"
-    return Stored(layout, terms, tied, texts, sealed and sealed["crc32"])
+    return Stored(layout, terms, tied, seal=sealed and sealed["crc32"])
 
 
 def files_in(index: Path, content: Any) -> dict[str, str]:

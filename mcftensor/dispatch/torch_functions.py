@@ -193,7 +193,8 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     if func is torch.cdist:
         return _cdist(*args, **kwargs)
     if func in _COVARIANCES and widest(found[0].device) == WIDE:
-        return func(_below_first(args[0]), *args[1:], **kwargs)
+        x = args[0] if args else kwargs.pop("input")
+        return func(_below_first(x), *args[1:], **kwargs)
     if func in _ISCLOSE and has_rests((args, kwargs)):
         return wing("wide").in_longer_format(func, args, kwargs)
     has_own = func in derivatives.OWN or func in _OF_WIDE

@@ -160,7 +160,7 @@ def put_together(path: Path, stored: Stored, verify: bool, above: tuple[Path, ..
                 require(name, before == entry.after, "after")
             return own.view(x.dtype).view(x.shape)
         x = stored.terms[codes]
-        require(name, not verify or digest_of(_codes_of(x)) == entry.after, "after")
+        require(name, not verify or digest_of(x) == entry.after, "after")
         return x.view(entry.shape)
 
     def like(name: str) -> Tensor:

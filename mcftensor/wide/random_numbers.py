@@ -88,10 +88,18 @@ def _drawn_with(x: MCFTensor, p: Any = None, *, generator: torch.Generator | Non
     return value_of((_drawn(x, generator) < x).to(x.dtype), x._format)
 
 
-def _integers(x: MCFTensor, low: int, high: int | None = None, **options: Any) -> MCFTensor:
+def _integers(
+    x: MCFTensor,
+    low: int,
+    high: int | None = None,
+    *,
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> MCFTensor:
     """Return whole numbers like x."""
     low, high = (0, low) if high is None else (low, high)
-    return value_of(torch.randint(low, high, x.shape, device=x.device), x._format)
+    whole = torch.randint(low, high, x.shape, generator=generator, device=x.device)
+    return value_of(whole, x._format)
 
 
 def _places(x: MCFTensor, *args: Any, **options: Any) -> Tensor:
@@ -110,6 +118,11 @@ def _blank(x: MCFTensor, **options: Any) -> MCFTensor:
     return MCFTensor.of([torch.zeros_like(y, **options) for y in x.components], x._format)
 
 
+def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that draws numbers for a new tensor like x."""
+    return lambda x, generator=None, **options: draw(_blank(x, **options), generator=generator)
+
+
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     "uniform_": _uniform,  # x.uniform_
     "exponential_": _exponential,  # x.exponential_
@@ -121,8 +134,8 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "bernoulli_": _bernoulli,  # x.bernoulli_
     "bernoulli": _drawn_with,  # torch.bernoulli
     "multinomial": _places,  # torch.multinomial
-    "rand_like": lambda x, **options: _uniform(_blank(x, **options)),  # torch.rand_like
+    "rand_like": _like(_uniform),  # torch.rand_like
     "randint_like": _integers,  # torch.randint_like
-    "randn_like": lambda x, **options: _normal(_blank(x, **options)),  # torch.randn_like
+    "randn_like": _like(_normal),  # torch.randn_like
 }
 """Algorithms by the names of aten operators."""

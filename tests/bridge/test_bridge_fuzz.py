@@ -281,3 +281,23 @@ def test_parts_that_make_no_whole(offset, tmp_path):
         mcf.errors.CheckpointError, match=r"the parts of x in .* do not make a tensor"
     ):
         load_with(offset)
+
+
+def test_parts_beside_and_below_each_other(tmp_path):
+    """As shards over a mesh of two dimensions: each pair overlaps along one of them at most."""
+    x = torch.arange(24.0).view(4, 6)
+    quarters = {f"{i}{j}": x[i : i + 2, j : j + 3].clone() for i in (0, 2) for j in (0, 3)}
+    foreign.save_distributed(quarters, tmp_path / "saved")
+    path = tmp_path / "saved" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    kinds, chunks, places = metadata.state_dict_metadata, [], {}
+    for index, place in metadata.storage_data.items():
+        offset = torch.Size(map(int, index.fqn))
+        places[dataclasses.replace(index, fqn="x", offset=offset)] = place
+        chunks.append(dataclasses.replace(kinds[index.fqn].chunks[0], offsets=offset))
+    kind = dataclasses.replace(kinds["00"], size=x.shape, chunks=chunks)
+    changed = dataclasses.replace(
+        metadata, state_dict_metadata={"x": kind}, storage_data=places, planner_data=None
+    )
+    path.write_bytes(pickle.dumps(changed))
+    assert torch.equal(mcf.load_file(tmp_path / "saved")["x"], x)

@@ -493,6 +493,15 @@ class TestZero:
         with pytest.raises(mcf.errors.CheckpointError, match=r"elements, and \d+ are there"):
             mcf.load_file(source)
 
+    @pytest.mark.parametrize("world", [1, 3])
+    def test_the_most_padding(self, world, tmp_path):
+        """To a multiple of 2 world elements, 2 world - 1 are added at most."""
+        shapes, parts = {"w": (2 * world + 1,)}, [torch.zeros(4)] * world
+        places = of_deepspeed._places(tmp_path, shapes, parts, 2)
+        assert sum(s.stop - s.start for s in places["w"].slices) == 2 * world + 1
+        with pytest.raises(mcf.errors.CheckpointError, match="are there"):
+            of_deepspeed._places(tmp_path, {"w": (2 * world,)}, parts, 2)
+
     def test_states_of_elastic_checkpoints(self, tmp_path):
         def change(content):
             content["optimizer_state_dict"]["base_optimizer_state"] = []

@@ -206,6 +206,16 @@ def test_registers_that_do_not_suffice():
     assert used == [4, 8, 16, 16]
 
 
+@pytest.mark.parametrize("lanes", [32, 64])
+def test_long_programs_have_more_threads(lanes):
+    operation = SimpleNamespace(dtype=torch.float32)
+    threads = [
+        lanes * programs.warps(SimpleNamespace(instructions=[operation] * count), lanes)
+        for count in (10, 1000, 2000)
+    ]
+    assert threads == [128, 256, 512]
+
+
 @pytest.mark.parametrize(("lanes", "warps"), [(32, 4), (64, 2)])
 def test_a_thread_has_eight_elements(lanes, warps, monkeypatch):
     """Whatever the size of warps, which is 64 threads on AMD's GPUs for data centers."""

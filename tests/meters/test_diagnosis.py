@@ -104,6 +104,10 @@ def test_what_rounding_keeps_in_the_mean_is_not_lost():
     lines = diagnosis.verdict().splitlines()
     assert lines[1].endswith("of elements wait for a later step: rounding keeps their mean")
     assert len(lines) == 3
+    with Diagnosis(every=1) as diagnosis:
+        p.grad = torch.ones(400, 400).bfloat16()
+        torch.optim.SGD([p], lr=0.25).step()
+    assert diagnosis.verdict().splitlines()[1] == "  0 % of updates are lost"
 
 
 def test_expansions_that_lose_need_a_finer_format():

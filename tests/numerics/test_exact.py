@@ -127,3 +127,14 @@ def test_zeros_have_their_signs(zero, format):
 @pytest.mark.parametrize("number", ["-1e-400", Fraction(-1, 10**400), Decimal("-1e-400")], ids=repr)
 def test_what_is_too_small_for_a_float_is_no_zero(number):
     assert mcf.exact._special(number) is None
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_inconsistent_terms_are_counted_in_every_part(place):
+    """Long tensors are normalized part by part; the other part is consistent."""
+    terms = [torch.ones(2**16 + 8).bfloat16(), torch.zeros(2**16 + 8).bfloat16()]
+    terms[1][place] = 0.5
+    found, misfits = mcf.bf16x2.normalized(terms)
+    assert misfits == 1
+    assert found[0][place] == 1.5
+    assert not found[1].any()

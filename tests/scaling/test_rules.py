@@ -307,6 +307,12 @@ def test_layer_norms_with_a_negative_eps():
     assert mcf.as_plain(F.layer_norm(x, (33,), eps=-1e3)).isnan().all()
 
 
+def test_batch_norms_with_an_infinite_variance():
+    x, variance = normal(4, 3), torch.tensor([1.0, torch.inf, torch.inf])
+    made = F.batch_norm(x, torch.zeros(3), variance)
+    assert_near(made, F.batch_norm(plain(x), torch.zeros(3).double(), variance.double()), 1e-3)
+
+
 @FEW
 @given(s=EXPONENTS, t=EXPONENTS)
 def test_rms_norms(s, t):
@@ -367,6 +373,14 @@ def test_attention(s, t, causal):
     assert (exact(stepwise) - exact(made)).abs().max() <= 2.0 ** (t - 8)
     expected = F.scaled_dot_product_attention(plain(q), plain(k), plain(v), is_causal=causal)
     assert_near(made, expected, 2.0 ** (t - 16))
+
+
+def test_attention_to_values_of_another_width():
+    q, k, v = (normal(2, 3, 6, n, seed=i) for i, n in enumerate((8, 8, 5)))
+    expected = F.scaled_dot_product_attention(plain(q), plain(k), plain(v))
+    assert_near(F.scaled_dot_product_attention(q, k, v), expected, 2.0**-8)
+    choice = torch.ops.aten._fused_sdp_choice
+    assert [choice(q, k, v), choice(q, k, k)] == [0, 1]  # in single steps; as one operator
 
 
 @FEW

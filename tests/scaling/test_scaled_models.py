@@ -199,6 +199,13 @@ def test_gradients_are_as_good_as_in_bfloat16(name, size):
         assert error <= ROOM * yardstick[parameter], (parameter, error, yardstick)
 
 
+def test_layers_that_are_scaled_twice_have_their_hooks_once():
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.LSTM(3, 3))
+    for dtype in (torch.float16, torch.bfloat16):
+        mcf.scaling.scalify(model, mcf.scaling.scaled(dtype), overrides={"1.*": None})
+        assert [len(part._forward_pre_hooks) for part in model] == [1, 1]
+
+
 class TestRefusals:
     def test_modes_of_states(self):
         optimizer = torch.optim.AdamW(mcf.scaling.scalify(nn.Linear(16, 4)).parameters())

@@ -201,3 +201,40 @@ def test_nested_tensors_of_values_are_refused(format, layout):
     x = mcf.as_expansion(torch.randn(3, 32), format)
     with pytest.raises(NotImplementedError, match="nested tensors are of plain tensors"):
         torch.nested.as_nested_tensor([x, x], layout=layout)
+
+
+@pytest.mark.parametrize("name", ["rand_like", "randn_like", "randint_like"])
+def test_random_numbers_like_a_tensor_are_those_of_the_generator(name, format):
+    x, generator = mcf.as_expansion(torch.zeros(400), format), torch.Generator()
+    ends = (100,) if name == "randint_like" else ()
+    made = [getattr(torch, name)(x, *ends, generator=generator.manual_seed(i)) for i in (0, 0, 1)]
+    assert_same_terms(made[0], made[1])
+    assert not made[0].eq(made[2]).all()
+    low, high = {"rand_like": (0, 1), "randn_like": (-6, 6), "randint_like": (0, 99)}[name]
+    assert low <= made[0].min() <= made[0].max() <= high
+    middle = 0 if name == "randn_like" else high / 2
+    assert abs(exact(made[0]).mean() - middle) < (high - low) / 10
+
+
+@pytest.mark.parametrize("function", [torch.cov, torch.corrcoef])
+def test_covariances_of_a_named_input(function, format):
+    x = sample(format, 2, 5)
+    assert_same_terms(function(input=x), function(x))
+
+
+@pytest.mark.parametrize("function", [torch.fmod, torch.remainder])
+def test_remainders_of_integer_tensors(function, format):
+    x = mcf.as_expansion(torch.tensor([7.25, -7.25, 2.0]), format)
+    divisors = torch.tensor([3, 3, 5])
+    expected = function(torch.tensor([7.25, -7.25, 2.0]), divisors)
+    assert exact(function(x, divisors)).equal(expected.double())
+    swapped = function(torch.tensor([7, -7, 9]), mcf.as_expansion(torch.tensor(2.5), format))
+    assert exact(swapped).equal(function(torch.tensor([7, -7, 9]), 2.5).double())
+
+
+def test_backward_takes_its_arguments_by_place():
+    p = nn.Parameter(mcf.as_expansion(torch.ones(3)))
+    made, gradient = p * 2, torch.ones(3).bfloat16()
+    for _ in range(2):
+        made.backward(gradient, True)  # retain_graph
+    assert p.grad.tolist() == [4, 4, 4]

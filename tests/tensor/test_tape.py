@@ -223,6 +223,16 @@ class TestWhatIsPutDown:
             assert waiting(z)
             assert_same_terms(z, expected)
 
+    def test_lists_that_share_some_tensors_with_earlier_ones(self, at_once):
+        x, y = values()
+
+        def chain():
+            a, b = torch._foreach_mul([x, y], 2)
+            return [z for pair in ([a, y], [b, a], [a, b]) for z in torch._foreach_add(pair, 1)]
+
+        for found, expected in zip(chain(), at_once(chain), strict=True):
+            assert_same_terms(found, expected)
+
     def test_nothing_else(self):
         x, y = values()
         random = mcf.as_expansion(x, mcf.Format.from_name("bf16x2sr"))

@@ -122,6 +122,11 @@ def test_a_launch_that_raises_is_told(monkeypatch):
     recorded = {"a": known_results.bits_digest([torch.ones(1)]), "b": "0"}
     line = device_report._line("group", device_report._compared(works, recorded, CPU))
     assert str(line) == "FAIL  group: 1 of 2: b (RuntimeError)"
+    three = str(device_report.Line("group", 9, list("abc")))
+    assert three == "FAIL  group: 3 of 9: a; b; c"
+    assert str(device_report.Line("group", 9, list("abcde"))) == (
+        "FAIL  group: 5 of 9: a; b; c and 2 more"
+    )
     line = device_report._line("group", lambda: broken(CPU))
     assert str(line) == "FAIL  group: 1 of 1: RuntimeError: CUDA error: misaligned address"
 

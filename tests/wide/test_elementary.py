@@ -511,3 +511,34 @@ def test_powers_of_two_are_exact(format):
     found = torch.ldexp(ends, torch.tensor([5000, -5000, -1, 1])).components[0].tolist()
     assert found[:3] == [math.inf, 0.0, math.inf]
     assert math.isnan(found[3])
+
+
+def test_gradients_of_sinc_next_to_zero():
+    """Below 2^-16 they are a series."""
+    x = mcf.exact.from_exact(
+        [Fraction(s, 3 * 2**e) for e in (15, 16, 20) for s in (-1, 1)], "fp64x2"
+    )
+    x.requires_grad_()
+    (found,) = torch.autograd.grad(torch.sinc(x).sum(), x)
+    for a, b in zip(numbers(found), numbers(x.detach()), strict=True):
+        with mp.workprec(400):  # the difference cancels
+            expected = (mp.cos(mp.pi * b) - mp.sin(mp.pi * b) / (mp.pi * b)) / b
+        assert abs(a - expected) <= abs(expected) * mp.mpf(2) ** -96
+
+
+@by_format
+def test_expm1_where_it_becomes_minus_one(format):
+    """Around log(u^n), to where e^x is a small part of the last bit."""
+    bits = format.base_precision * format.terms
+    exponents = [Fraction(2 * bits + i, 2) for i in range(-4, 60, 3)]
+    x = mcf.exact.from_exact([-e * Fraction(math.log(2)) for e in exponents], format)
+    assert worst(torch.expm1, mp.expm1, format, x) <= bound(format)
+
+
+@by_format
+def test_angles_between_entries_of_the_table(format):
+    """Midway between multiples of 1 / 16, where the series is longest."""
+    x = mcf.exact.from_exact(
+        [Fraction(2 * i + 1, 32) + Fraction(1, 999) for i in (0, 1, 7)], format
+    )
+    assert worst(torch.atan, mp.atan, format, x) <= bound(format)
