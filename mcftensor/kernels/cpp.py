@@ -31,7 +31,7 @@ _TOGETHER = {100: 8, 300: 4}
 
 # Lines by which each vector lags the one before in programs with quotients or roots. Otherwise all
 # vectors would wait for the one unit that computes these.
-_BEHIND = 3
+_BEHIND = 4
 
 _TYPES = {
     torch.float32: "F", torch.float64: "D", torch.int32: "I", torch.int64: "L", torch.bool: "I"
