@@ -14,6 +14,7 @@ from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.evaluate import evaluate_rows, evaluate_rows_into, require_writable
 from mcftensor.dispatch.inplace_and_out import as_values
 from mcftensor.dispatch.operands import are_lifted, check_update, computes_plainly, leading
+from mcftensor.dispatch.store import assign
 from mcftensor.passes.operators import OPERATORS
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -120,4 +121,5 @@ class ListCall:
         if function is not None:
             return function(*own, **named)
         # _foreach_maximum_ exists, maximum_ does not
-        return own[0].copy_(getattr(aten, self.name)(*as_values(own), **named))
+        assign(self.func, own[:1], [getattr(aten, self.name)(*as_values(own), **named)])
+        return own[0]

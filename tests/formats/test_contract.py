@@ -804,6 +804,8 @@ class TestRounding:
             lambda x: x.copy_(y),
             lambda x: torch._foreach_add_([x], 0.3),
             lambda x: torch.add(x, 0.3, out=x),
+            lambda x: torch.maximum(x, mcf.as_expansion(y, format), out=x),
+            lambda x: torch._foreach_maximum_([x], [mcf.as_expansion(y, format)]),
             lambda x: x[1:].add_(0.3),
             lambda x: x.data.add_(0.3),
             lambda x: x.detach().add_(0.3),
