@@ -31,7 +31,7 @@ from mcftensor.kernels.block_scales import block_max, pack, shape_of_packed, unp
 
 _LOST = 23  # all bits of a float32's significand
 _EIGHTH = _LOST - 3  # of a binade
-_REACH = 14.5 * 2**_EIGHTH
+_REACH = 14 * 2**_EIGHTH + 2  # patterns: `least` is one too small, and a product may round up
 _INFINITY = 0x7F800000
 _SHARES = 28 * (1 + 2.0**-20)  # numbers of a block are not below their codes
 
@@ -166,9 +166,9 @@ class UE4(FourBitFormat, SecondMoments):
     quarter or an eighth of one.
 
     Steps add to the pattern of a float32: half steps lead to 1 and 1.5 times a power of two. A
-    block has the smallest step of which 14.5, or 14.5 binades, span its numbers above zero. The
-    scale is the smallest multiple of the step, as a pattern, that no element exceeds. Code c above
-    0 is 15 - c steps below it. Numbers below the smallest code are raised to it: only zero becomes
+    block has the smallest step of which 14, or 14 binades, span its numbers above zero. The scale
+    is the smallest multiple of the step, as a pattern, that no element exceeds. Code c above 0 is
+    15 - c steps below it. Numbers below the smallest code are raised to it: only zero becomes
     zero, as in `ue5m3`. Noise rounds up so that roots are right in the mean.
 
     A block with a number above 2^126, an infinity, a NaN or a negative number has the scale 2^127.

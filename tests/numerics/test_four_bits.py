@@ -54,7 +54,7 @@ def said(stored: list[Tensor], format: mcf.Format) -> np.ndarray:
 
 def scales_of(rows: np.ndarray, format: mcf.Format) -> np.ndarray:
     """The largest element as bfloat16; the least multiple of the step that none exceeds, and the
-    least step of which 14.5 span the block, or the largest."""
+    least step of which 14 span the block, or the largest."""
     padded = np.pad(abs(rows), ((0, 0), (0, -rows.shape[1] % 32)))
     blocks = padded.reshape(len(rows), padded.shape[1] // 32, 32)
     largest = blocks.max(2)
@@ -62,7 +62,7 @@ def scales_of(rows: np.ndarray, format: mcf.Format) -> np.ndarray:
         return torch.from_numpy(largest).bfloat16().view(torch.int16).numpy()
     smallest = np.where(blocks > 0, blocks, np.inf).min(2)
     high, low = (x.astype(np.float32).view(np.int32) / 2**20 for x in (largest, smallest))
-    step = np.select([high - low <= 14.5 * step for step in STEPS], STEPS, STEPS[-1])
+    step = np.select([high - low <= 14 * step for step in STEPS], STEPS, STEPS[-1])
     return np.ceil(high / step) * step + 2048 * step
 
 
@@ -136,7 +136,7 @@ def test_the_mean_over_writes(format):
     x = torch.linspace(1, 2, 1024).view(16, 64)
     x[:, 0] = x[:, 32] = 2.0
     step = torch.full((16, 1), 1 / 8)
-    for row, binades in ((0, 12), (4, 6), (8, 2)):  # all steps of second moments
+    for row, binades in ((0, 12), (4, 5), (8, 2)):  # all steps of second moments
         x[row : row + 4, 1] = x[row : row + 4, 33] = 2.0**-binades
         step[row : row + 4] = 2.0 ** -(row // 4)
     power = 1.0 if format.stem == "q4" else 0.5
