@@ -18,7 +18,8 @@ import torch
 
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.printer import COMMON, Copy, Dialect, Printer, lines_of
-from mcftensor.kernels.program import CODES, COMPUTED, Program, Signature, Usual
+from mcftensor.kernels.program import CODES, COMPUTED, Program, Signature
+from mcftensor.kernels.usual_numbers import Usual, for_usual_numbers
 
 # Elements per thread that make starting it worthwhile, as in PyTorch.
 GRAIN = 1 << 15
@@ -110,6 +111,10 @@ INLINE To as(From x) {
 """C++ declarations in place of the standard library: integers of a width, and bit casts."""
 
 _PRELUDE = """\
+// By default GCC keeps the order of the text, in which many instructions wait for the one before.
+#ifndef __clang__
+#pragma GCC optimize ("schedule-insns,no-gcse,sched-pressure")
+#endif
 constexpr double inf = __builtin_inf(), nan = __builtin_nan("");
 
 template <class T>
@@ -310,6 +315,16 @@ INLINE F to_bfloat16(F x) {  // of a NaN too, whose last bits `quiet` has cleare
   U bits = as<U>(x);
   return as<F>((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000);
 }
+INLINE F leading(F x) {  // the first of two terms; the second may become half of its last bit
+  U bits = as<U>(x);
+#if defined(__AVX2__) && !defined(__clang__) && LANES == 8
+  U half = as<U>(__builtin_ia32_blendvps256(
+      as<F>(all<U>(0x7fbfu)), as<F>(all<U>(0x8040u)), as<F>(bits << 15)));
+#else
+  U half = bits & 0x10000 ? all<U>(0x8040u) : all<U>(0x7fbfu);
+#endif
+  return as<F>((bits + half) & 0xffff0000);
+}
 
 INLINE F float16_value(U bits) {
   U magnitude = (bits & 0x7fff) << 13;
@@ -397,6 +412,39 @@ INLINE V entered(double x) { return all<V>(x == x ? x : nan); }
 template <class V>
 INLINE V entered(int64_t x) { return all<V>(x); }
 
+INLINE bool has_sign(I x) {  // in any lane
+#if defined(__AVX512F__) && !defined(__clang__) && LANES == 16
+  return __builtin_ia32_ptestmd512(x, all<I>(1u << 31), -1);
+#elif defined(__AVX2__) && !defined(__clang__) && LANES == 8
+  return __builtin_ia32_movmskps256(as<F>(x));
+#else
+  uint64_t words[(sizeof x + 7) / 8] = {}, any = 0;
+  __builtin_memcpy(words, &x, sizeof x);
+  for (uint64_t word : words) any |= word;
+  return any & 0x8000000080000000;
+#endif
+}
+INLINE F with_zeros(F x, F sum) { return fma(x, all<F>(0), sum); }
+INLINE D with_zeros(D x, D sum) { return x * 0 + sum; }
+// The numbers times zero: zeros, or NaNs if one of them is infinite or NaN.
+template <class V>
+INLINE V zeros_of(V x) { return x * 0; }
+template <class V, class... W>
+INLINE V zeros_of(V x, W... others) { return with_zeros(x, zeros_of(others...)); }
+INLINE bool has_nan(F x) {
+#if defined(__AVX512F__) && !defined(__clang__) && LANES == 16
+  return __builtin_ia32_cmpps512_mask(x, x, 3, -1, 4);
+#else
+  return has_sign(x != x);
+#endif
+}
+INLINE bool has_nan(D x) { return has_sign(to<I>(x != x)); }
+// The least magnitude above zero, in a measure of its bits.
+INLINE U least(F x) { return as<U>(x) * 2 - 1; }
+template <class... V>
+INLINE U least(F x, V... others) { return lesser(least(x), least(others...)); }
+INLINE bool has_tiny(U least) { return has_sign(as<I>(least < (6u << 23) ? ~U{} : U{})); }
+
 // A truth value has the width of what was compared, and gets that of what it meets.
 template <class V, class M>
 INLINE V like(V, M mask) { return to<V>(mask); }
@@ -408,41 +456,12 @@ template <class M, class V>
 INLINE V choose(M mask, V x, V y) { return to<V>(mask) ? x : y; }
 """
 
-# The vectors of a block do not lag each other. By default GCC would let all of them wait for the
-# quotient of the first.
-_SCHEDULED = """\
-#ifndef __clang__
-#pragma GCC optimize ("schedule-insns,no-gcse,sched-pressure")
-#endif
-"""
-
 # Components that blocks share. A whole block lies in consecutive vectors.
 _SHARING = (
     f"""\
 #define SHARING {BLOCK_SIZE}
 """
     + """\
-INLINE I are_nans() { return I{}; }
-template <class... V>
-INLINE I are_nans(F x, F y, V... others) {
-#if defined(__AVX2__) && !defined(__clang__) && LANES == 8
-  return as<I>(__builtin_ia32_cmpps256(x, y, 3)) | are_nans(others...);
-#else
-  return (x != x) | (y != y) | are_nans(others...);
-#endif
-}
-INLINE bool has_sign(I x) {  // in any lane
-#if defined(__AVX512F__) && !defined(__clang__) && LANES == 16
-  return __builtin_ia32_ptestmd512(x, all<I>(1u << 31), -1);
-#elif defined(__AVX2__) && !defined(__clang__) && LANES == 8
-  return __builtin_ia32_movmskps256(as<F>(x));
-#else
-  uint64_t words[sizeof x / 8], any = 0;
-  __builtin_memcpy(words, &x, sizeof x);
-  for (uint64_t word : words) any |= word;
-  return any & 0x8000000080000000;
-#endif
-}
 template <int STEP>
 INLINE I largest(I x) {  // of all lanes, in each lane
   if constexpr (STEP == 0) return x;
@@ -506,13 +525,12 @@ static void run(
     int64_t count, int64_t begin, int64_t end{argument}) {{
 {names}
 {before}
-{compute}
   constexpr Whole n;
   int64_t i = begin;
   for (; {whole}i + {vectors} * LANES <= end; i += {vectors} * LANES) {{
 {interleaved}
   }}
-{rest}
+  if (i < end) careful(word, number, count, i, end{valid});
 }}
 
 {rows}// Where the share of a thread begins.
@@ -556,29 +574,28 @@ _IN_MEMORY = """\
   template <> inline __attribute__((always_inline)) U constant<x>() { return there_##x; }
 """
 
-# The loop's remainder: any elements, or, if blocks share a component, whole blocks.
-_REST = """\
-for (; i + LANES <= end; i += LANES) compute(i, n);
-if (i < end) compute(i, int(end - i));"""
-_COMPUTE = """\
-  auto compute = [&](int64_t i, auto n) __attribute__((always_inline)) {{
-{body}
-  }};"""
-_SHARING_REST = "if (i < end) careful(word, number, count, i, end, valid);"
-
-# Blocks one by one: those of a remainder, and those with unusual numbers.
+# What the loop leaves: any elements, or whole blocks; and elements or blocks with unusual numbers.
 _CAREFUL = """
 static __attribute__((noinline)) void careful(
     const int64_t *word, const double *number,
-    int64_t count, int64_t begin, int64_t end, int32_t valid) {{
+    int64_t count, int64_t begin, int64_t end{argument}) {{
 {names}
 {before}
+{each}
+}}
+"""
+_ELEMENTS = """\
+  auto compute = [&](int64_t i, auto n) __attribute__((always_inline)) {{
+{body}
+  }};
+  int64_t i = begin;
+  for (; i + LANES <= end; i += LANES) compute(i, Whole());
+  if (i < end) compute(i, int(end - i));"""
+_BLOCKS = """\
   constexpr Whole n;
   for (int64_t i = begin; i < end; i += SHARING) {{
 {body}
-  }}
-}}
-"""
+  }}"""
 
 # Rows that end in a part of a block. The length is then that of rows padded to whole blocks. The
 # last block of a row is computed in memory of its own, from zeros beyond its elements.
@@ -653,7 +670,7 @@ def source(program: Program, width: int) -> str:
     count = max(next((x for most, x in _TOGETHER.items() if length <= most), 1), of_block)
     in_pairs = count > 1 and _in_pairs(program)
     size, dialect = max(of_block, 1 + in_pairs), _IN_PAIRS if in_pairs else _DIALECT
-    fast, usual = (program.usual() if signature.shared else None) or (program, None)
+    fast, usual = for_usual_numbers(program) or (program, None)
     copies = [_copies(first, size) for first in range(0, count, size)]
     printed = lines_of(fast, dialect, list(itertools.chain(*copies)))
     groups = [
@@ -674,27 +691,27 @@ def source(program: Program, width: int) -> str:
         )
     else:
         body = _lines([plain], [plain.lines_by_place(varying=True)])
-    invariant = _indented(plain.lines(varying=False), 2)
-    parts = {"names": _indented(names, 2), "body": _indented(_woven([body]), 4)}
-    if fast is not program:
-        invariant = _indented(Printer(fast, _DIALECT, plain.copy).lines(varying=False), 2)
+    each = (_BLOCKS if signature.shared else _ELEMENTS).format(body=_indented(_woven([body]), 4))
+    before = Printer(fast, _DIALECT, plain.copy).lines(varying=False)
+    parts = {
+        "names": _indented(names, 2),
+        "argument": ", int32_t valid" if signature.shared else "",
+    }
     waits = any(x.name in ("div", "sqrt") for x in program.instructions)
-    loop = _LOOP.format(
-        names=parts["names"],
-        before=invariant,
-        compute="" if signature.shared else _COMPUTE.format(**parts),
+    careful = _CAREFUL.format(before=_indented(plain.lines(varying=False), 2), each=each, **parts)
+    loop = careful + _LOOP.format(
+        before=_indented(before, 2),
         interleaved=_indented(_woven(groups, size * _BEHIND if waits else 0), 4),
         vectors=count,
-        rest=_indented((_SHARING_REST if signature.shared else _REST).splitlines(), 2),
-        argument=", int32_t valid" if signature.shared else "",
+        valid=", valid" if signature.shared else "",
         whole="valid == SHARING && " if signature.shared else "",
         rows=_rows(signature, word, scalars) if signature.shared else "",
         run="run_rows" if signature.shared else "run",
+        **parts,
     )
     prelude = BITS + _PRELUDE
     if signature.shared:
-        loop = _CAREFUL.format(before=_indented(plain.lines(varying=False), 2), **parts) + loop
-        prelude = (_SCHEDULED if waits else "") + prelude + _SHARING
+        prelude += _SHARING
     in_memory = signature.shared and lanes == 8
     prelude = prelude.replace("CONSTANTS", _in_memory(prelude + loop) if in_memory else "")
     return f"#define LANES {lanes}\n#define GRAIN {GRAIN}\n{_shuffles(lanes)}{prelude}{loop}"
@@ -812,15 +829,23 @@ def _lines(
 
 
 def _unless_usual(usual: Usual, printers: Sequence[Printer]) -> str:
-    """Return the statement that computes an unusual block with care, before anything is stored."""
+    """Return the statement that computes unusual elements with care, before any is stored."""
     tests = [f"({printers[0].value(x)}[0] > {limit})" for x, limit in usual.maxima.items()]
     signs = [f"as<I>({x.value(place)})" for place in usual.positive for x in printers]
-    floats = [", ".join(x.value(place) for x in printers) for place in usual.numbers]
-    signs += [f"are_nans({x})" for x in floats]
     if signs:
         tests.append(f"has_sign({' | '.join(signs)})")
-    block = printers[0].copy.words["block"]
-    apart = f"careful(word, number, count, {block}, {block} + SHARING, SHARING);"
+    program, places = printers[0].program, sorted(usual.finite)
+    for type_ in (torch.float32, torch.float64):
+        of_type = [p for p in places if COMPUTED[program.instructions[p].dtype] == type_]
+        values = ", ".join(x.value(place) for place in of_type for x in printers)
+        if values:
+            tests.append(f"has_nan(zeros_of({values}))")
+    if usual.rests:
+        values = ", ".join(x.value(place) for place in usual.rests for x in printers)
+        tests.append(f"has_tiny(least({values}))")
+    block, valid = printers[0].copy.words["block"], ", SHARING" * bool(program.signature.shared)
+    end = f"{block} + {len(printers)} * LANES"
+    apart = f"careful(word, number, count, {block}, {end}{valid});"
     return f"if (__builtin_expect({' | '.join(tests)}, 0)) {apart}"
 
 

@@ -90,10 +90,15 @@ def hard_numbers(dtype: torch.dtype, number: int, count: int) -> Tensor:
 def hard_vectors(
     dtype: torch.dtype, number: int, per_block: int, arrangement: Arrangement
 ) -> list[Tensor]:
-    """Return hard numbers for each set, with some number of values for a block."""
-    x = hard_numbers(dtype, number, (sum(LENGTHS) // BLOCK_SIZE + 1) * per_block)
-    x = x.to(arrangement.device)[0 if arrangement.aligned else 1 :]
+    """Return hard numbers for each set, with some number of values for a block.
+
+    In the second set floats are positive and of similar sizes, as programs for usual numbers need.
+    """
     whole, part = [length // BLOCK_SIZE * per_block for length in LENGTHS]
+    x = hard_numbers(dtype, number, (sum(LENGTHS) // BLOCK_SIZE + 1) * per_block)
+    if dtype.is_floating_point:
+        x[whole:] = x[::2].abs()[: len(x) - whole]
+    x = x.to(arrangement.device)[0 if arrangement.aligned else 1 :]
     return [x[:whole], x[whole : whole + part]]
 
 

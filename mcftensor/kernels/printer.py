@@ -47,6 +47,8 @@ COMMON: dict[Key, str] = {
     "finite_or_zero": "finite_or_zero({0})",
     "quiet": "quiet({0})",
     "assured": "{0}",
+    "leading": "leading({0})",
+    "rest": "{0} - {1}",
     "maximum": "greater({0}, {1})",
     "minimum": "lesser({0}, {1})",
     "sign": "sign_of({0})",

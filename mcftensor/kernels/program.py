@@ -7,10 +7,9 @@ bits of its function in every language.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -94,21 +93,6 @@ class Place:
     index: int
 
 
-@dataclass
-class Usual:
-    """What tells the usual blocks of a program, by places.
-
-    Attributes:
-        maxima: integers of blocks, and the largest that is usual.
-        numbers: floats that are not NaNs.
-        positive: floats without a sign.
-    """
-
-    maxima: dict[int, int] = field(default_factory=dict)
-    numbers: list[int] = field(default_factory=list)
-    positive: list[int] = field(default_factory=list)
-
-
 @dataclass(frozen=True, eq=False)
 class Program:
     """Instructions in order, the places of the results, and floats that are not NaNs."""
@@ -189,86 +173,6 @@ class Program:
             if first.index in own:
                 found[i] = own
         return found
-
-    def usual(self) -> tuple[Program, Usual] | None:
-        """Return the program for blocks of usual numbers, and what tells them.
-
-        Unusual are NaNs, infinities, numbers from 2^127 on, and negative ones where they would
-        count as infinite. None if the maxima of blocks do not tell.
-        """
-        limits: dict[int, int] = {}  # by the magnitudes whose maximum tells
-        for place, limit in map(self._limit, self.instructions):
-            if self._has_maximum(place):
-                limits[place] = min(limit, limits.get(place, limit))
-        floats = {self._of_magnitude(place): place for place in limits}
-        new: list[Any] = []
-        kept: list[Instruction] = []
-        usual = Usual()
-        for x in self.instructions:
-            operands = tuple([new[o.index] if isinstance(o, Place) else o for o in x.operands])
-            first = x.operands[0].index if isinstance(x.operands[0], Place) else -1
-            if self._limit(x)[0] in limits:
-                new.append(True if x.name == "lt" else Place(len(kept)))
-                if x.name == "minimum":
-                    kept.append(Instruction("assured", operands, x.dtype))
-            elif x.name == "ge" and first in floats and x.operands[1] == 0:
-                new.append(True)
-                usual.positive.append(operands[0].index)
-            elif x.name == "where" and operands[0] is True:
-                new.append(operands[1])
-            elif any(o is True for o in operands):
-                return None
-            elif x.name == "quiet" and COMPUTED[x.dtype] == torch.float32:
-                new.append(operands[0])
-                usual.numbers.append(operands[0].index)
-            else:
-                if x.name == "block_max":
-                    known = {k: limit for k, limit in limits.items() if k < len(new)}
-                    found = {len(kept): known[k] for k in known if new[k] == operands[0]}
-                    usual.maxima.update(found)
-                new.append(Place(len(kept)))
-                kept.append(dataclasses.replace(x, operands=operands))
-        if not limits or len(usual.maxima) < len(limits):
-            return None
-        results = tuple([new[place.index] for place in self.results])
-        numbers = frozenset(usual.numbers).union(new[i].index for i in floats)
-        return Program(self.signature, tuple(kept), results, numbers), usual
-
-    def _of_magnitude(self, place: int) -> int:
-        """Return the place of the float whose bits without the sign an integer is, or -1."""
-        x = self.instructions[place]
-        if x.name != "and" or x.operands[1] != 0x7FFFFFFF:
-            return -1
-        bits = self.instructions[x.operands[0].index]
-        is_float = bits.name == "bits" and self.instructions[bits.operands[0].index].dtype
-        return bits.operands[0].index if is_float == torch.float32 else -1
-
-    def _limit(self, x: Instruction) -> tuple[int, int]:
-        """Return the place of a magnitude that x compares with a large one, and its largest value
-        for which x is known; or -1 and 0."""
-        if x.name not in ("lt", "minimum") or not isinstance(x.operands[0], Place):
-            return -1, 0
-        place, limit = x.operands
-        if isinstance(limit, Place) and self.instructions[limit.index].name == "constant":
-            (limit,) = self.instructions[limit.index].operands
-        is_large = isinstance(limit, int) and limit >= _LARGE
-        if not is_large or self._of_magnitude(place.index) < 0:
-            return -1, 0
-        return place.index, limit - (x.name == "lt")
-
-    def _has_maximum(self, place: int) -> bool:
-        """Whether blocks have the maximum of a magnitude, or of a choice of it that is usual."""
-        for x in self.instructions:
-            if place >= 0 and x.name == "block_max":
-                of = self.instructions[x.operands[0].index]
-                if x.operands[0].index == place:
-                    return True
-                if of.name == "where" and of.operands[1] == Place(place):
-                    condition = self.instructions[of.operands[0].index]
-                    of_float = Place(self._of_magnitude(place))
-                    is_sign = condition.name == "ge" and condition.operands == (of_float, 0)
-                    return is_sign or self._limit(condition)[0] == place
-        return False
 
     @functools.cached_property
     def last_zeros(self) -> list[int]:
@@ -351,10 +255,10 @@ def record(body: Body, signature: Signature) -> Program:
     outputs = zip(results, signature.outputs, strict=True)
     places = tuple(recorder.cast(x, dtype) for x, dtype in outputs)
     values = {recorder.places[id(x)].index: x for x in recorder.alive}
-    return _finished(Program(signature, tuple(recorder.instructions), places), values)
+    return finished(Program(signature, tuple(recorder.instructions), places), values)
 
 
-def _finished(program: Program, values: Mapping[int, Tensor]) -> Program:
+def finished(program: Program, values: Mapping[int, Tensor]) -> Program:
     """Leave out instructions without a use, and add tables, given the values of all codes."""
     is_used = [False] * len(program.instructions)
     for place in program.results:
@@ -383,10 +287,6 @@ def _finished(program: Program, values: Mapping[int, Tensor]) -> Program:
 # Operations on floats that take all NaNs for one, and those whose results are NaNs for NaNs.
 _NAN_BLIND = {"quiet", "finite_or_zero", "eq", "ne", "lt", "le", "gt", "ge"}
 _PASSING = {"add", "sub", "mul", "div", "neg", "abs", "sqrt", "fma", "maximum", "where", "copysign"}
-
-
-_LARGE = 0x7F000000
-"""The pattern of 2^127: blocks with larger numbers are rare."""
 
 
 def _bound(x: Instruction, known: Sequence[int | None]) -> int | None:

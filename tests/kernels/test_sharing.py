@@ -15,6 +15,7 @@ from mcftensor.kernels.block_scales import block_max
 from mcftensor.kernels.eager import indices
 from mcftensor.kernels.execute import Kernel
 from mcftensor.kernels.program import Signature, record
+from mcftensor.kernels.usual_numbers import for_usual_numbers
 from mcftensor.passes import optimizer_steps
 from mcftensor.passes.format_conversion import decode_columns, decoding, encode_columns, encoding
 from support.kernel_cases import same, way
@@ -125,7 +126,7 @@ def test_usual_blocks_have_a_program_of_their_own():
     body = encoding(mcf.mxfp8.nearest, torch.float32)
     signature = Signature((torch.float32,), (torch.int64,), (torch.uint8,) * 2, frozenset([2]))
     program = record(body, signature)
-    fast, usual = program.usual()
+    fast, usual = for_usual_numbers(program)
     assert len(fast.instructions) < len(program.instructions)
     assert [*usual.maxima.values()] == [0x7F700000]
 

@@ -1,0 +1,88 @@
+"""The program for usual numbers, and what makes a vector unusual: the bits of eager PyTorch."""
+
+import math
+
+import pytest
+import torch
+
+import mcftensor as mcf
+from mcftensor.kernels.program import Signature, record
+from mcftensor.kernels.usual_numbers import for_usual_numbers
+from mcftensor.passes.format_conversion import encode_columns, encoding
+from support.kernel_cases import same
+
+
+def split(x):
+    terms = [torch.empty(x.shape, dtype=torch.bfloat16) for _ in range(2)]
+    encode_columns(mcf.bf16x2, [x], [[y] for y in terms], [])
+    return terms
+
+
+def with_last_bits(exponent, *, sign, odd):
+    """Float32 numbers with all last 16 bits after a leading term of some exponent and last bit."""
+    leading = sign << 31 | exponent << 23 | 0x2A << 17 | odd << 16
+    return (torch.arange(1 << 16, dtype=torch.int64) + leading).to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize("exponent", [*range(0, 30, 3), 127, 253, 254])
+def test_every_rest_of_a_leading_term(exponent):
+    """Ties and what rounds onto them; from tiny numbers, where rests are subnormal, to infinity."""
+    kinds = [(sign, odd) for sign in (0, 1) for odd in (0, 1)]
+    x = torch.cat([with_last_bits(exponent, sign=sign, odd=odd) for sign, odd in kinds])
+    same("cpp", lambda: split(x))
+
+
+@pytest.mark.parametrize("leading", [0x3F7F, 0x7F7F, 0x007F, 0x0080, 0x8000, 0x7F80])
+def test_next_to_a_power_of_two(leading):
+    bits = torch.arange(1 << 16, dtype=torch.int64) + (leading << 16)
+    bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
+    same("cpp", lambda: split(bits.to(torch.int32).view(torch.float32)))
+
+
+UNUSUAL = (math.inf, -math.inf, math.nan, 1e-42, -1e-42, 2.0**-126, torch.finfo().max, -0.0)
+
+
+@pytest.mark.parametrize("value", UNUSUAL)
+def test_one_unusual_number_at_each_place(value):
+    """Of each vector, at each of its elements, and in the elements that fill no vector."""
+    x = torch.rand(300 * 257 + 7, generator=torch.Generator().manual_seed(1)) + 0.5
+    x[::257] = value
+    same("cpp", lambda: split(x))
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e30, 1e-30, -1.0])
+@pytest.mark.parametrize("formats", [(mcf.bf16x2, "plus"), (mcf.bf16x2, "full"), (mcf.bf16i16, {})])
+def test_steps_with_one_unusual_gradient(formats, value):
+    format, mode = formats
+
+    def step():
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(mcf.as_expansion(torch.randn(64, 65).double(), format))
+        p.grad = torch.randn(64, 65).to(p.dtype)
+        p.grad.view(-1)[::67] = value
+        optimizer = torch.optim.AdamW([p], fused=True)
+        optimizer = mcf.collage(optimizer, mode) if mode else optimizer
+        optimizer.step()
+        optimizer.step()
+        states = [x for x in optimizer.state[p].values() if isinstance(x, mcf.MCFTensor)]
+        return [y for x in (p.detach(), *states) for y in x.components]
+
+    same("cpp", step)
+
+
+def test_usual_numbers_take_fewer_roundings():
+    signature = Signature((torch.float32,), (), (torch.bfloat16,) * 2)
+    program = record(encoding(mcf.bf16x2, torch.float32), signature)
+    fast, usual = for_usual_numbers(program)
+    names = [x.name for x in fast.instructions]
+    assert names == ["vector", "leading", "to", "rest", "to"]
+    assert usual.finite == usual.rests == [names.index("rest")]
+
+
+def test_a_rest_that_has_another_use_is_not_rounded():
+    def body(vectors, scalars, index):
+        first, last = encoding(mcf.bf16x2, torch.float32)(vectors, scalars, index)
+        return [first, last, last + 1]
+
+    program = record(body, Signature((torch.float32,), (), (torch.bfloat16,) * 3))
+    assert for_usual_numbers(program)[0].instructions
