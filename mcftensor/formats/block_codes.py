@@ -158,6 +158,8 @@ class SecondMoments(BlockFormat):
 
     infinite: ClassVar[int]
     """The code of an infinity; the next one is that of a NaN."""
+    top: ClassVar[int] = _TOP
+    """The largest scale, under which these codes are special."""
 
     def require(self, x: Tensor) -> None:
         """Raise ValueError for a tensor that cannot be stored, or has negative elements."""
@@ -175,7 +177,7 @@ class SecondMoments(BlockFormat):
         (x,) = super().decode(stored)
         special = torch.where(codes == self.infinite, torch.inf, torch.nan)
         top = torch.where(codes >= self.infinite, special, x)
-        return (torch.where(spread(scales, codes) == _TOP, top, x),)
+        return (torch.where(spread(scales, codes) == self.top, top, x),)
 
     def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
         """Return all patterns; negative numbers and NaNs count as infinite."""
@@ -191,7 +193,7 @@ class SecondMoments(BlockFormat):
         top = torch.where(codes < infinite, codes, infinite - 1)
         top = torch.where(x > 0, torch.where(magnitude < _INFINITY, top, infinite), infinite + 1)
         top = torch.where(magnitude == 0, 0, top)
-        return torch.where(scales == _TOP, top, codes).to(torch.uint8)
+        return torch.where(scales == self.top, top, codes).to(torch.uint8)
 
 
 class UE5M3(SecondMoments):

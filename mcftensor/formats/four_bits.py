@@ -2,8 +2,8 @@
 
 A first moment changes by a tenth in each step and is rounded in each, so its codes have the finest
 numbers for the largest element of the block. A second moment hardly changes in a step. Its numbers
-are powers of two and their halves, whatever the scale. Otherwise it would be rounded whenever the
-largest element of the block changed.
+are the same under every scale with the same step, and among those of all smaller steps. Otherwise
+it would be rounded whenever the largest element of the block changed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from mcftensor.formats.moving import view_of_rows
 from mcftensor.kernels.block_scales import block_max, pack, shape_of_packed, unpack
 
 _LOST = 23  # all bits of a float32's significand
+_EIGHTH = _LOST - 3  # of a binade
+_REACH = 14 * 2**_EIGHTH + 2  # patterns: `least` is one too small, and a product may round up
 _INFINITY = 0x7F800000
 _SHARES = 28 * (1 + 2.0**-20)  # numbers of a block are not below their codes
 
@@ -160,13 +162,14 @@ class Q4(FourBitFormat):
 
 
 class UE4(FourBitFormat, SecondMoments):
-    """Unsigned codes for second moments: powers of two over 15 binades, and zero; or over 7 binades
-    in half steps, by one and a half.
+    """Unsigned codes for second moments: zero, and 15 numbers in steps of a binade, or of a half, a
+    quarter or an eighth of one.
 
-    The scale is the smallest power of two that no element of the block exceeds. Code c above 0 is
-    15 - c steps below it. Half steps are for blocks whose numbers above zero they all reach; the
-    exponent of the scale is then 256 less. Numbers below the smallest code are raised to it: only
-    zero becomes zero, as in `ue5m3`. Noise rounds up so that roots are right in the mean.
+    Steps add to the pattern of a float32: half steps lead to 1 and 1.5 times a power of two. A
+    block has the smallest step of which 14, or 14 binades, span its numbers above zero. The scale
+    is the smallest multiple of the step, as a pattern, that no element exceeds. Code c above 0 is
+    15 - c steps below it. Numbers below the smallest code are raised to it: only zero becomes
+    zero, as in `ue5m3`. Noise rounds up so that roots are right in the mean.
 
     A block with a number above 2^126, an infinity, a NaN or a negative number has the scale 2^127.
     Its finite numbers saturate at 2^125. Code 14 is an infinity. Code 15 is a NaN, and also stands
@@ -174,10 +177,11 @@ class UE4(FourBitFormat, SecondMoments):
     """
 
     infinite = 14
+    top = (254 << 3) + (8 << 11)
 
     @property
     def precision(self) -> int:
-        """One significant bit, or two."""
+        """One significant bit, and up to four in blocks of like numbers."""
         return 1
 
     @property
@@ -192,51 +196,56 @@ class UE4(FourBitFormat, SecondMoments):
 
     def read(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the pattern of the scale, less the steps."""
-        step = _step(scales)
-        bits = codes * step + (_power(scales) - 15 * step)
+        step = _eighths(scales) << _EIGHTH
+        bits = codes * step + (_highest(scales) - 15 * step)
         return torch.where(codes == 0, 0, bits).view(torch.float32)
 
     def scale_of(self, patterns: Tensor) -> Tensor:
-        """Return the exponent of the smallest power of two from the largest number on."""
-        exponent = (block_max(patterns) + ((1 << _LOST) - 1)) >> _LOST
-        exponent = exponent.maximum(torch.full_like(exponent, 15))
-        exponent = torch.where(exponent > 254, 254, exponent)
-        above = block_max(-patterns & 0x7FFFFFFF)  # 2^31 less the smallest above zero, or 0
-        least = (exponent - 7) << _LOST
-        has_half_steps = (least - 1 <= 0x7FFFFFFF - above) & (exponent < 254)
-        return exponent - (has_half_steps.to(torch.int32) << 8)
+        """Return the scale's pattern in eighths of a binade, and 2^11 times the step in eighths."""
+        most = block_max(patterns)
+        least = 0x7FFFFFFF - block_max(-patterns & 0x7FFFFFFF)  # the smallest above zero, less 1
+        span = torch.where(most > 253 << _LOST, most, most - least).to(torch.float32)
+        steps = (span * (1 / _REACH)).view(torch.int32)  # of an eighth
+        exponent = (steps + ((1 << _LOST) - 1)) >> _LOST
+        exponent = exponent.maximum(torch.full_like(exponent, 127))
+        eighths = _power(exponent.minimum(torch.full_like(exponent, 130)))
+        step = eighths << _EIGHTH
+        highest = (most.maximum(15 * step) + (step - 1)) & -step
+        highest = torch.where(highest > 254 << _LOST, 254 << _LOST, highest)
+        return (highest >> _EIGHTH) + (eighths << 11)
 
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
         """Return the steps above the code 0, rounded."""
-        half = _half(scales)
-        above = magnitude - (_power(scales) - 15 * _step(scales))
-        bits = above.maximum(torch.zeros_like(above)) * (1 + half)
-        codes = round_off(bits if noise is None else _by_roots(bits, half), noise, _LOST)
+        eighths = _eighths(scales)
+        above = magnitude - (_highest(scales) - ((15 * eighths) << _EIGHTH))
+        steps = _power(257 - (eighths.to(torch.float32).view(torch.int32) >> _LOST))  # of a binade
+        bits = above.maximum(torch.zeros_like(above)) * steps
+        codes = round_off(bits if noise is None else _by_roots(bits, eighths), noise, _LOST)
         codes = codes.minimum(torch.full_like(codes, 15))
         return self.with_special(codes, x, magnitude, scales)
 
 
-def _power(scales: Tensor) -> Tensor:
-    """Return the float32 pattern of the power of two of a scale."""
-    return (scales.to(torch.int32) & 255) << _LOST
+def _highest(scales: Tensor) -> Tensor:
+    """Return the float32 pattern of a scale."""
+    return (scales.to(torch.int32) & 0x7FF) << _EIGHTH
 
 
-def _step(scales: Tensor) -> Tensor:
-    """Return the step between the patterns of codes."""
-    return (2 - _half(scales)) << (_LOST - 1)
+def _eighths(scales: Tensor) -> Tensor:
+    """Return the step between the patterns of codes, in eighths of a binade."""
+    return scales.to(torch.int32) >> 11
 
 
-def _half(scales: Tensor) -> Tensor:
-    """Return 1 for scales of half steps, and 0 for others."""
-    return (scales.to(torch.int32) >> 31) & 1
+def _power(exponents: Tensor) -> Tensor:
+    """Return powers of two, of biased exponents, as integers: programs shift by constants alone."""
+    return (exponents << _LOST).view(torch.float32).to(torch.int32)
 
 
-def _by_roots(bits: Tensor, half: Tensor) -> Tensor:
+def _by_roots(bits: Tensor, eighths: Tensor) -> Tensor:
     """Replace the share t of the step between two numbers by that of the root, to 2 % of the
-    step: t + 3/16 t (1 - t) for powers of two, t + 3/32 t (1 - t) for half steps.
+    step: t + 3/16 t (1 - t) for powers of two, and less in proportion for smaller steps.
     """
     t = (bits >> 8) & 0x7FFF
-    return bits + ((t * (0x8000 - t)) >> 12) * (3 * (2 - half))
+    return bits + ((t * (0x8000 - t)) >> 14) * (3 * eighths)
 
 
 for _rounding in SUFFIXES:

@@ -16,8 +16,8 @@ from mcftensor.passes.format_conversion import decode_columns, encode_columns
 
 PARTS = np.array([0, 1, 3, 6, 10, 15, 21, 28], np.float32)
 Q4 = np.array([*PARTS, math.nan, *-PARTS[1:]], np.float32) * np.float32(1 / 28)
-WHOLE = np.array([0.0, *(2.0 ** (c - 15) for c in range(1, 16))])
-HALF = np.array([0.0, *(2.0**e * x for e in range(-7, 0) for x in (1, 1.5)), 1.0])
+STEPS = (1, 2, 4, 8)  # of second moments, in eighths of a binade
+FINEST = dict(zip((0.1, 0.2, 0.4, 2.0), STEPS, strict=True))  # of some block, by spread
 SHAPES = [(4, 64), (3, 6, 7), (1, 2), (2, 34), (5, 32, 3), (2, 0), (0, 8)]
 
 by_format = pytest.mark.parametrize("format", [mcf.q4, mcf.ue4], ids=lambda f: f.name)
@@ -38,7 +38,10 @@ def tables(stored: list[Tensor], format: mcf.Format, count: int) -> np.ndarray:
     scales = np.repeat(stored[1].numpy(), 32, 1)[:, :count, None]
     if format.stem == "q4":  # a bfloat16, and products rounded to float32
         return (Q4 * (scales.astype(np.uint32) << 16).view(np.float32)).astype(np.float64)
-    return np.where(scales < 0, HALF, WHOLE) * 2.0 ** (scales % 256 - 127.0)
+    binades = scales % 2048 / 8 - scales // 2048 / 8 * np.arange(15, -1, -1)
+    whole = np.floor(binades)
+    numbers = 2.0 ** (np.maximum(whole, 1) - 127) * (binades - whole + (whole > 0))
+    return numbers * (np.arange(16) > 0)
 
 
 def said(stored: list[Tensor], format: mcf.Format) -> np.ndarray:
@@ -50,38 +53,42 @@ def said(stored: list[Tensor], format: mcf.Format) -> np.ndarray:
 
 
 def scales_of(rows: np.ndarray, format: mcf.Format) -> np.ndarray:
-    """The largest element as bfloat16; the least power of two that none exceeds, and whether
-    half steps reach the smallest."""
+    """The largest element as bfloat16; the least multiple of the step that none exceeds, and the
+    least step of which 14 span the block, or the largest."""
     padded = np.pad(abs(rows), ((0, 0), (0, -rows.shape[1] % 32)))
     blocks = padded.reshape(len(rows), padded.shape[1] // 32, 32)
     largest = blocks.max(2)
     if format.stem == "q4":
         return torch.from_numpy(largest).bfloat16().view(torch.int16).numpy()
-    exponent = np.ceil(np.log2(largest)) + 127
     smallest = np.where(blocks > 0, blocks, np.inf).min(2)
-    return exponent - 256 * (smallest >= 2.0 ** (exponent - 134))
+    high, low = (x.astype(np.float32).view(np.int32) / 2**20 for x in (largest, smallest))
+    step = np.select([high - low <= 14 * step for step in STEPS], STEPS, STEPS[-1])
+    return np.ceil(high / step) * step + 2048 * step
 
 
 def sample(format: mcf.Format, *shape: int, spread: float = 2.0) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator)
-    x = x * torch.exp(spread * torch.randn(shape, generator=generator))
-    return x * x if format.stem == "ue4" else x
+    sizes = torch.exp(spread * torch.randn(shape, generator=generator))
+    return sizes * sizes if format.stem == "ue4" else x * sizes
 
 
 @by_format
 @by_rounding
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_codec(format, rounding, shape):
+@pytest.mark.parametrize("spread", FINEST)
+def test_codec(format, rounding, shape, spread):
     """Codes are of the table; scales the least that hold the largest; each number becomes one of
     its neighbours; columns have the same bits."""
     format = format.with_rounding(rounding)
-    x = sample(format, *shape)
+    x = sample(format, *shape, spread=spread)
     stored, rows = encoded(x, format), x.double().numpy().reshape(shape[0], x.shape[1:].numel())
     got = decoded(stored, format).reshape(rows.shape)
     assert stored[0].shape == (shape[0], shape[1] // 2, *shape[2:])
     assert np.array_equal(got, said(stored, format))
     assert np.array_equal(stored[1].numpy(), scales_of(rows, format))
+    if format.stem == "ue4" and rows.size > 100:
+        assert FINEST[spread] in stored[1] // 2048
     every = tables(stored, format, rows.shape[1]).reshape(rows.size, 16)
     for a, b, table in zip(rows.flat, got.flat, every, strict=True):
         table = table[np.isfinite(table)]
@@ -112,9 +119,9 @@ def test_ties_of_first_moments_go_up():
 
 @by_format
 def test_numbers_of_a_format_stay(format):
-    """The largest first moment of a block remains so, and second moments have half steps only in
-    blocks in which these raise no number."""
-    for spread in (0.0, 0.5, 1.0, 2.0):
+    """The largest first moment of a block remains so, and a smaller step of second moments raises
+    none of the numbers of a larger one."""
+    for spread in (0.0, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0):
         x = sample(format, 32, 64, spread=spread)
         held = format.decode(encoded(x, format))[0]
         for rounding in ("nearest", "balanced", "stochastic"):
@@ -125,10 +132,13 @@ def test_numbers_of_a_format_stay(format):
 @by_format
 def test_the_mean_over_writes(format):
     """First moments are right in the mean, and second ones in the mean of the root, to 1 % of the
-    step between two codes; to nearest they are not."""
+    step between two codes, whatever the step; to nearest they are not."""
     x = torch.linspace(1, 2, 1024).view(16, 64)
     x[:, 0] = x[:, 32] = 2.0
-    x[:8, 1] = x[:8, 33] = 2.0**-12  # whole steps of second moments, and half steps
+    step = torch.full((16, 1), 1 / 8)
+    for row, binades in ((0, 12), (4, 5), (8, 2)):  # all steps of second moments
+        x[row : row + 4, 1] = x[row : row + 4, 33] = 2.0**-binades
+        step[row : row + 4] = 2.0 ** -(row // 4)
     power = 1.0 if format.stem == "q4" else 0.5
     exact = x.double().numpy() ** power
 
@@ -137,7 +147,9 @@ def test_the_mean_over_writes(format):
         total = sum(decoded(encoded(x, format, key), format) ** power for key in keys)
         return abs(total / len(keys) - exact)
 
-    assert error(format).max() < (0.01 if power == 1 else 0.015)
+    scales = encoded(x, format)[1].numpy()
+    assert power == 1 or np.array_equal(scales // 2048, (8 * step).repeat(1, 2).numpy())
+    assert (error(format) < (0.01 if power == 1 else 0.005 * step.numpy())).all()
     assert error(format.nearest).max() > 0.1
 
 
@@ -151,6 +163,21 @@ def test_a_second_moment_is_zero_only_if_it_is(rounding):
             y = format.decode(encoded(x, format, key))[0]
             assert torch.equal(y == 0, x == 0)
             assert y[0, 1] >= 2.0**-14
+
+
+@by_rounding
+def test_the_range_of_second_moments(rounding):
+    """Powers of two stay from the smallest normal number on, up to 2^126 in blocks of one size."""
+    format = mcf.ue4.with_rounding(rounding)
+    for binade in (*range(-126, -100), 0, 125, 126):
+        for smallest in (2.0**-149, 2.0**binade):
+            x = torch.full((1, 32), 2.0**binade)
+            x[0, 0] = smallest
+            y = format.decode(encoded(x, format))[0]
+            assert (y[0, 1:] == 2.0**binade).all()
+            assert 0 < y[0, 0] <= max(x[0, 0], 2.0 ** max(binade - 13, -126))
+    x = torch.full((1, 32), 1.01 * 2.0**126)
+    assert (format.decode(encoded(x, format))[0] == 2.0**125).all()
 
 
 SPECIAL = [

@@ -274,19 +274,20 @@ def _of_codes(codes: Tensor, shared: Tensor, table: Tensor) -> Tensor:
 
 
 def _of_four_bits(codes: Tensor, shared: Tensor, is_signed: bool) -> Tensor:
-    """Signed, c (c + 1) / 2 parts of 28; or unsigned, whole or half steps below a power of two."""
+    """Signed, c (c + 1) / 2 parts of 28; or unsigned, steps below a scale: both count binades, of
+    which a share leads up to the next in a straight line."""
     c = codes.long()
     if is_signed:
         share = torch.tensor([0, 1, 3, 6, 10, 15, 21, 28]).float() * (1 / 28)
         x = share[c % 8] * _repeated(shared.view(torch.bfloat16).float(), codes)
         return torch.where(c == 8, torch.nan, x.double() * torch.where(c > 8, -1, 1))
-    scale, steps = _by_block(shared & 255, codes), 15 - c
-    half = _repeated(shared, codes) < 0
-    x = torch.where(
-        half, (1 - steps % 2 / 4) * 2.0 ** -(steps // 2).double(), 2.0 ** -steps.double()
-    )
-    x = torch.where(c == 0, 0.0, x) * scale
-    is_top = scale == 2.0**127
+    shared = _repeated(shared, codes).double()
+    step, highest = shared // 2048 / 8, shared % 2048 / 8
+    binades = highest - (15 - c) * step
+    whole = binades.floor()
+    x = torch.exp2(whole.clamp(min=1) - 127) * (binades - whole + (whole > 0))
+    x = torch.where(c == 0, 0.0, x)
+    is_top = (highest == 254) & (step == 1)
     x = torch.where(is_top & (c == 14), torch.inf, x)
     return torch.where(is_top & (c == 15), torch.nan, x)
 

@@ -55,23 +55,24 @@ def adamw(**options):
     return lambda ps: torch.optim.AdamW(ps, lr=1e-4, betas=(0.9, 0.999), **options)
 
 
-@pytest.mark.parametrize(("spread", "most"), [(1.0, 0.45), (0.0, 0.2)])
+@pytest.mark.parametrize(("spread", "most"), [(1.0, 0.4), (0.0, 0.15)])
 @pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("path", PATHS)
 def test_moments_are_right_in_the_mean(path, spread, most):
     """Most exact in blocks of like sizes. Of numbers rounded to nearest, second moments stop, and
     updates are too large."""
-    _, wanted = trained(adamw(foreach=False), None, spread=spread)
-    reference, _ = trained(adamw(foreach=False), "full", spread=spread)
+    of = {"spread": spread, "steps": 160}
+    _, wanted = trained(adamw(foreach=False), None, **of)
+    reference, _ = trained(adamw(foreach=False), "full", **of)
     errors = {}
     modes = {"compact4": "compact4", "nearest": {name: f.nearest for name, f in FOUR.items()}}
     for name, mode in modes.items():
-        optimizer, moved = trained(adamw(**PATHS[path]), mode, spread=spread)
+        optimizer, moved = trained(adamw(**PATHS[path]), mode, **of)
         errors[name] = (moved - wanted).norm() / wanted.norm()
         (own,), (theirs,) = optimizer.state.values(), reference.state.values()
         ratio = (exact(own["exp_avg_sq"]) / exact(theirs["exp_avg_sq"])).median()
         if name == "compact4":
-            assert 0.8 < ratio < 1.25
+            assert 0.9 < ratio < 1.12
     assert 0.1 < errors["compact4"] < most
     assert errors["nearest"] > 1.25 * errors["compact4"]
 

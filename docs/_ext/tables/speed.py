@@ -195,6 +195,31 @@ def states() -> str:
     return table(head, rows) + "\n\n" + machine(result)
 
 
+def floors() -> str:
+    """What ideal second moments lose, and those of four bits."""
+    result = load("floor")
+    names = {
+        "q4, ue4": "`q4`, `ue4`",
+        "exact, ue4": "exact, `ue4`",
+        "q4, ideal": "`q4`, ideal",
+        "exact, ideal": "exact, ideal",
+        "exact, ideal of 5 bits": "exact, ideal of 5 bits",
+    }
+    scenarios = ("one size", "beta2 0.999", "beta2 0.95", "one gradient x 3000", "2 % not zero")
+    found = result["moments"]
+    rows = [
+        (
+            text,
+            *(
+                f"{x['displacement']:.3f}, {x['largest']:.2f}"
+                for x in map(found[name].get, scenarios)
+            ),
+        )
+        for name, text in names.items()
+    ]
+    return table(("first moments, second moments", *scenarios), rows) + "\n\n" + machine(result)
+
+
 def memory_of_training() -> str:
     """The whole training by windows, and what it is of master weights."""
     result = load("train-memory")
