@@ -22,7 +22,6 @@ _LARGE = 0x7F000000
 # the sum of two roundings is rounded again. See `arithmetic/rounding.py`.
 _ONCE = ("to", ("to", "number"))
 _TOTAL = ("sub", _ONCE, ("to", ("to", ("finite_or_zero", ("sub", _ONCE, "number")))))
-_FIRST = ("to", _TOTAL)
 _REST = ("finite_or_zero", ("sub", _TOTAL, "first"))
 
 # Operations on floats whose results are finite only if the operands are, and how many of these.
@@ -61,6 +60,8 @@ def for_usual_numbers(program: Program) -> tuple[Program, Usual] | None:
         if _has_maximum(program, place):
             limits[place] = min(limit, limits.get(place, limit))
     floats = {_of_magnitude(program, place): place for place in limits}
+    signs = [x.operands[0] for x in program.instructions if x.name == "ge" and x.operands[1] == 0]
+    positive = {place for place in floats if Place(place) in signs}
     new: list[Any] = []
     kept: list[Instruction] = []
     usual = Usual()
@@ -71,9 +72,13 @@ def for_usual_numbers(program: Program) -> tuple[Program, Usual] | None:
             new.append(True if x.name == "lt" else Place(len(kept)))
             if x.name == "minimum":
                 kept.append(Instruction("assured", operands, x.dtype))
-        elif x.name == "ge" and first in floats and x.operands[1] == 0:
+        elif x.name == "ge" and first in positive and x.operands[1] == 0:
             new.append(True)
             usual.positive.append(operands[0].index)
+        elif (x.name == "abs" and first in positive) or (
+            x.name == "and" and _of_magnitude(program, len(new)) in positive
+        ):
+            new.append(operands[0])
         elif x.name == "where" and operands[0] is True:
             new.append(operands[1])
         elif any(o is True for o in operands):
@@ -114,7 +119,7 @@ def _with_short_splits(program: Program) -> Program:
         if not is_rest or any(new[k].name != "narrow" for k in users[i]):
             continue
         (first,) = program.instructions[found["first"].index].operands
-        if _is_like(program, first, _FIRST, found):
+        if _is_like(program, first, ("to", _TOTAL), found):
             number, (difference,) = found["number"], new[i].operands
             new[first.index] = Instruction("leading", (number,), torch.bfloat16)
             new[difference.index] = Instruction("rest", (number, found["first"]), torch.float32)
