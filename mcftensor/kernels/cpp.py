@@ -85,6 +85,7 @@ _IN_PAIRS = dataclasses.replace(
     operations={
         **_DIALECT.operations,
         "vector": "{half}_of_pair(in{0} + {pair})",
+        **{("vector", dtype): "{half}_alone(in{0} + {pair})" for dtype in _DIALECT.loaded},
         "packed": "{half}_of_halves(in{0} + {pair} / 2)",
         "block_max": "block_max<2>({valid}, {0})",
         "index": "(counted<L>() * 2 + ({inside})) + {block}",
@@ -99,7 +100,8 @@ using uint8_t = __UINT8_TYPE__;
 using uint16_t = __UINT16_TYPE__;
 using uint32_t = __UINT32_TYPE__;
 using uint64_t = __UINT64_TYPE__;
-#define INLINE static inline __attribute__((always_inline))
+#define INLINE static INLINE_METHOD
+#define INLINE_METHOD inline __attribute__((always_inline))
 template <class To, class From>
 INLINE To as(From x) {
   static_assert(sizeof(To) == sizeof(From), "a bit pattern in another type has the same size");
@@ -236,10 +238,18 @@ INLINE U pair(const T *p) {
   __builtin_memcpy(&both, p, sizeof both);
   return as<U>(in_pairs(both));
 }
+struct Second {  // the second one's pattern in the last bits, but where these are shifted out
+  U both;
+  INLINE_METHOD operator U() const { return both >> 16; }
+};
 template <class T>
-INLINE U first_of_pair(const T *p) { return pair(p) & constant<65535u>(); }
+INLINE U first_of_pair(const T *p) { return pair(p); }
 template <class T>
-INLINE U second_of_pair(const T *p) { return pair(p) >> 16; }
+INLINE Second second_of_pair(const T *p) { return {pair(p)}; }
+template <class T>
+INLINE U first_alone(const T *p) { return pair(p) & constant<65535u>(); }
+template <class T>
+INLINE U second_alone(const T *p) { return pair(p) >> 16; }
 INLINE U first_of_halves(const uint8_t *p) { return load<U>(p, Whole()) & 15; }
 INLINE U second_of_halves(const uint8_t *p) { return load<U>(p, Whole()) >> 4; }
 INLINE U paired(U first, U second) {
@@ -310,6 +320,8 @@ template <class V>
 INLINE U bool_bits(V x) { return to<U>(-x); }
 
 INLINE F bfloat16_value(U bits) { return as<F>(bits << 16); }
+INLINE F bfloat16_value(Second x) { return as<F>(x.both & constant<4294901760u>()); }
+INLINE I int16_value(Second x) { return as<I>(x.both) >> 16; }
 INLINE U bfloat16_bits(F x) { return as<U>(x) >> 16; }
 INLINE F to_bfloat16(F x) {  // of a NaN too, whose last bits `quiet` has cleared
   U bits = as<U>(x);
