@@ -303,7 +303,9 @@ def _bound(x: Instruction, known: Sequence[int | None]) -> int | None:
         return min(first, second) if x.name == "minimum" else max(first, second)
     if x.name not in ("add", "shift_left", "shift_right"):
         return None
-    bound = {"add": first + second, "shift_left": first << second}.get(x.name, first)
+    bound = first + second if x.name == "add" else first
+    if x.name == "shift_left":
+        bound <<= min(second, 31)
     return bound if bound < 1 << 31 else None
 
 
