@@ -27,7 +27,7 @@ GRAIN = 1 << 15
 # Numbers of vectors computed together, line by line, by the length of programs: one vector alone
 # mostly waits for its results. More vectors would not fit into registers, and long programs would
 # take too long to compile.
-_TOGETHER = {100: 8, 300: 4}
+_TOGETHER = {128: 8, 300: 4}
 
 # Lines by which each vector lags the one before in programs with quotients or roots. Otherwise all
 # vectors would wait for the one unit that computes these.
@@ -112,11 +112,15 @@ INLINE To as(From x) {
 """
 """C++ declarations in place of the standard library: integers of a width, and bit casts."""
 
-_PRELUDE = """\
-// By default GCC keeps the order of the text, in which many instructions wait for the one before.
+# By default GCC keeps the order of the text, in which many instructions wait for the one before.
+# Conversions of float16 would not fit into registers in another order.
+_ORDERED = """\
 #ifndef __clang__
 #pragma GCC optimize ("schedule-insns,no-gcse,sched-pressure")
 #endif
+"""
+
+_PRELUDE = """\
 constexpr double inf = __builtin_inf(), nan = __builtin_nan("");
 
 template <class T>
@@ -721,7 +725,8 @@ def source(program: Program, width: int) -> str:
         run="run_rows" if signature.shared else "run",
         **parts,
     )
-    prelude = BITS + _PRELUDE
+    has_float16 = any(x.dtype == torch.float16 for x in program.instructions)
+    prelude = ("" if has_float16 else _ORDERED) + BITS + _PRELUDE
     if signature.shared:
         prelude += _SHARING
     in_memory = signature.shared and lanes == 8
