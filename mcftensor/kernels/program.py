@@ -147,11 +147,8 @@ class Program:
                         found[o.index] = True
         return found
 
-    def branches(self) -> dict[int, list[int]]:
-        """Return each choice between elements by a condition of their block, with instructions.
-
-        The instructions serve only the first of the two, so a block can omit them.
-        """
+    def users(self) -> list[set[int]]:
+        """Return the places of the instructions that use each result; -1 for results of all."""
         users: list[set[int]] = [set() for _ in self.instructions]
         for i, x in enumerate(self.instructions):
             for o in x.operands:
@@ -159,6 +156,14 @@ class Program:
                     users[o.index].add(i)
         for place in self.results:
             users[place.index].add(-1)
+        return users
+
+    def branches(self) -> dict[int, list[int]]:
+        """Return each choice between elements by a condition of their block, with instructions.
+
+        The instructions serve only the first of the two, so a block can omit them.
+        """
+        users = self.users()
         found: dict[int, list[int]] = {}
         for i in reversed(range(len(users))):
             x = self.instructions[i]

@@ -107,16 +107,11 @@ def _with_short_splits(program: Program) -> Program:
     """Return the program in which a float32 becomes two bfloat16 terms as it does unless it is
     tiny: one that is rounded with wider ties, and the rounded rest.
     """
-    new = list(program.instructions)
-    users: list[list[int]] = [[] for _ in new]
-    for i, x in enumerate(new):
-        for o in x.operands:
-            if isinstance(o, Place):
-                users[o.index].append(i)
+    new, users = list(program.instructions), program.users()
     for i in range(len(new)):
         found: dict[str, Place] = {}
-        is_rest = _is_like(program, Place(i), _REST, found) and Place(i) not in program.results
-        if not is_rest or any(new[k].name != "narrow" for k in users[i]):
+        is_rest = _is_like(program, Place(i), _REST, found)
+        if not is_rest or any(k < 0 or new[k].name != "narrow" for k in users[i]):
             continue
         (first,) = program.instructions[found["first"].index].operands
         if _is_like(program, first, ("to", _TOTAL), found):

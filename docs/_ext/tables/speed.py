@@ -188,11 +188,16 @@ def states() -> str:
         cells = []
         for x in map(found.get, scenarios):
             moment = "" if x["second_moment"] is None else f" ({x['second_moment']:.2f})"
-            largest = f"{x['largest']:,.0f}" if x["largest"] >= 100 else f"{x['largest']:.2f}"
-            cells.append(f"{x['displacement']:.3f}, {largest}{moment}")
+            cells.append(lost(x) + moment)
         rows.append((name, f"{result['bytes'][name]:g}", *cells))
     head = ("moments", "bytes of both", *scenarios)
     return table(head, rows) + "\n\n" + machine(result)
+
+
+def lost(x: dict[str, Any]) -> str:
+    """The error of the movement of weights, and the largest update."""
+    largest = f"{x['largest']:,.0f}" if x["largest"] >= 100 else f"{x['largest']:.2f}"
+    return f"{x['displacement']:.3f}, {largest}"
 
 
 def floors() -> str:
@@ -207,16 +212,7 @@ def floors() -> str:
     }
     scenarios = ("one size", "beta2 0.999", "beta2 0.95", "one gradient x 3000", "2 % not zero")
     found = result["moments"]
-    rows = [
-        (
-            text,
-            *(
-                f"{x['displacement']:.3f}, {x['largest']:.2f}"
-                for x in map(found[name].get, scenarios)
-            ),
-        )
-        for name, text in names.items()
-    ]
+    rows = [(text, *map(lost, map(found[name].get, scenarios))) for name, text in names.items()]
     return table(("first moments, second moments", *scenarios), rows) + "\n\n" + machine(result)
 
 
