@@ -228,7 +228,8 @@ def split_by_noise(x: Tensor, levels: Sequence[Tensor], noise: Noise) -> list[Te
         tail = tail + level
     bits = torch.nan_to_num(tail, 0.0, 0.0, 0.0).view(torch.int32) + noise.bits(16)
     tail = (bits & -(1 << 16)).view(torch.float32)
-    first = (leading + tail).to(torch.bfloat16)  # a neighbour if the tail is a tie now
+    # A neighbour if the tail is a tie now. A zero gets no sign.
+    first = (leading + tail + 0.0).to(torch.bfloat16)
     tail = tail - (first.to(torch.float32) - leading)
     return [first, narrow(torch.nan_to_num(tail, 0.0, 0.0, 0.0), torch.bfloat16)]
 

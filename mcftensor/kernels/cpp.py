@@ -420,6 +420,11 @@ INLINE F fma(F x, F y, F z) {  // GCC may leave a loop over lanes scalar
   return x;
 #endif
 }
+INLINE F noised(F x, I noise) { return as<F>((as<I>(x) + noise) & as<I>(all<U>(0xffff0000))); }
+INLINE F near(F x, F number) {  // x rounded to a bfloat16 of the number's binade; of a zero, to +0
+  F first = as<F>(as<U>(number) & 0xffff0000);
+  return fma(first, all<F>(-65536), fma(first, all<F>(65536), x));
+}
 template <class V>
 INLINE V sign_of(V x) { return (x > 0 ? all<V>(1) : all<V>(0)) - (x < 0 ? all<V>(1) : all<V>(0)); }
 

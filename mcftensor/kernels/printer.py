@@ -49,6 +49,8 @@ COMMON: dict[Key, str] = {
     "assured": "{0}",
     "leading": "leading({0})",
     "rest": "{0} - {1}",
+    "noised": "noised({0}, {1})",
+    "near": "near({0}, {1})",
     "maximum": "greater({0}, {1})",
     "minimum": "lesser({0}, {1})",
     "sign": "sign_of({0})",

@@ -13,21 +13,16 @@ from typing import Any
 
 import torch
 
-from mcftensor.kernels.program import Instruction, Place, Program, finished
+from mcftensor.kernels.program import Instruction, Place, Program
+from mcftensor.kernels.short_splits import with_short_splits
 
 _LARGE = 0x7F000000
 """The pattern of 2^127: blocks with larger numbers are rare."""
 
-# How a number becomes two normalized bfloat16 terms, of which `first` is the first one as float32:
-# the sum of two roundings is rounded again. See `arithmetic/rounding.py`.
-_ONCE = ("to", ("to", "number"))
-_TOTAL = ("sub", _ONCE, ("to", ("to", ("finite_or_zero", ("sub", _ONCE, "number")))))
-_REST = ("finite_or_zero", ("sub", _TOTAL, "first"))
-
 # Operations on floats whose results are finite only if the operands are, and how many of these.
 _TELLING = {
     **dict.fromkeys(("add", "sub", "mul", "neg", "abs", "sqrt", "fma", "to", "rest"), 3),
-    **dict.fromkeys(("div", "copysign"), 1),
+    **dict.fromkeys(("div", "copysign", "noised", "near"), 1),
 }
 
 
@@ -53,7 +48,7 @@ def for_usual_numbers(program: Program) -> tuple[Program, Usual] | None:
 
     None if the maxima of blocks do not tell, or if usual numbers take as many instructions.
     """
-    program = _with_short_splits(program)
+    program = with_short_splits(program)
     limits: dict[int, int] = {}  # by the magnitudes whose maximum tells
     for x in program.instructions:
         place, limit = _limit(program, x)
@@ -101,39 +96,6 @@ def for_usual_numbers(program: Program) -> tuple[Program, Usual] | None:
     results = tuple([new[place.index] for place in program.results])
     numbers = frozenset(told).union(new[i].index for i in floats)
     return Program(program.signature, tuple(kept), results, numbers), usual
-
-
-def _with_short_splits(program: Program) -> Program:
-    """Return the program in which a float32 becomes two bfloat16 terms as it does unless it is
-    tiny: one that is rounded with wider ties, and the rounded rest.
-    """
-    new, users = list(program.instructions), program.users()
-    for i in range(len(new)):
-        found: dict[str, Place] = {}
-        is_rest = _is_like(program, Place(i), _REST, found)
-        if not is_rest or any(k < 0 or new[k].name != "narrow" for k in users[i]):
-            continue
-        (first,) = program.instructions[found["first"].index].operands
-        if _is_like(program, first, ("to", _TOTAL), found):
-            number, (difference,) = found["number"], new[i].operands
-            new[first.index] = Instruction("leading", (number,), torch.bfloat16)
-            new[difference.index] = Instruction("rest", (number, found["first"]), torch.float32)
-            for k in users[i]:
-                new[k] = dataclasses.replace(new[k], name="to")
-    return finished(dataclasses.replace(program, instructions=tuple(new)), {})
-
-
-def _is_like(program: Program, place: Any, pattern: Any, found: dict[str, Place]) -> bool:
-    """Whether an operand is computed like a pattern, whose names stand for float32 numbers."""
-    if not isinstance(place, Place):
-        return False
-    x = program.instructions[place.index]
-    if isinstance(pattern, str):
-        return x.dtype == torch.float32 and found.setdefault(pattern, place) == place
-    name, *parts = pattern
-    if x.name != name or x.dtype not in (torch.float32, torch.bfloat16):
-        return False
-    return all(_is_like(program, o, part, found) for o, part in zip(x.operands, parts, strict=True))
 
 
 def _last_of(

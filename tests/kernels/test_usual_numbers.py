@@ -6,6 +6,9 @@ import pytest
 import torch
 
 import mcftensor as mcf
+from mcftensor.arithmetic.noise import Noise
+from mcftensor.arithmetic.rounding import split_by_noise
+from mcftensor.kernels import Columns, execute
 from mcftensor.kernels.program import Signature, record
 from mcftensor.kernels.usual_numbers import for_usual_numbers
 from mcftensor.passes.format_conversion import encode_columns, encoding
@@ -86,3 +89,65 @@ def test_a_rest_that_has_another_use_is_not_rounded():
 
     program = record(body, Signature((torch.float32,), (), (torch.bfloat16,) * 3))
     assert for_usual_numbers(program)[0].instructions
+
+
+class Pattern(Noise):
+    def __init__(self, pattern):
+        self.pattern = pattern
+
+
+def split_by_pattern(vectors, scalars, index):
+    *levels, pattern = vectors
+    return split_by_noise(sum(levels[1:], levels[0]), levels, Pattern(pattern))
+
+
+def split_of(levels, seed=0):
+    """Terms of a sum of levels that noise rounds."""
+    torch.manual_seed(seed)
+    pattern = torch.randint(-(1 << 31), 1 << 31, levels[0].shape).to(torch.int32)
+    terms = [torch.empty(levels[0].shape, dtype=torch.bfloat16) for _ in range(2)]
+    execute.run(
+        split_by_pattern, Columns([[x] for x in (*levels, pattern)], [], [[y] for y in terms])
+    )
+    return terms
+
+
+@pytest.mark.parametrize("exponent", [*range(0, 30, 3), 127, 253, 254])
+def test_noise_beside_every_rest_of_a_leading_term(exponent):
+    """Of one float32, and of two whose sum lies near one half of its last bit, by another tail."""
+    kinds = [(sign, odd) for sign in (0, 1) for odd in (0, 1)]
+    x = torch.cat([with_last_bits(exponent, sign=sign, odd=odd) for sign, odd in kinds])
+    for seed in range(4):
+        same("cpp", lambda seed=seed: split_of([x], seed))
+        for share in (2.0**-24, -(2.0**-24), 2.0**-25, 0.0, -0.0):
+            same("cpp", lambda seed=seed, share=share: split_of([x, x * share], seed))
+
+
+@pytest.mark.parametrize("leading", [0x3F7F, 0x7F7F, 0x007F, 0x0080, 0x8000, 0x7F80, 0xBF7F])
+def test_noise_next_to_a_power_of_two(leading):
+    """Below it, the last place is half as large as above."""
+    bits = torch.arange(1 << 16, dtype=torch.int64) + (leading << 16)
+    bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
+    x = bits.to(torch.int32).view(torch.float32)
+    for seed in range(4):
+        same("cpp", lambda seed=seed: split_of([x], seed))
+        for share in (2.0**-24, -(2.0**-24), 2.0**-25):
+            same("cpp", lambda seed=seed, share=share: split_of([x, x * share], seed))
+
+
+@pytest.mark.parametrize("value", UNUSUAL)
+def test_noise_and_one_unusual_number_at_each_place(value):
+    x = torch.rand(300 * 257 + 7, generator=torch.Generator().manual_seed(1)) + 0.5
+    x[::257] = value
+    same("cpp", lambda: split_of([x]))
+    same("cpp", lambda: split_of([x, x * 2.0**-25]))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_noise_takes_shorter_roundings(count):
+    signature = Signature((*[torch.float32] * count, torch.int32), (), (torch.bfloat16,) * 2)
+    fast, usual = for_usual_numbers(record(split_by_pattern, signature))
+    names = [x.name for x in fast.instructions if x.dtype == torch.bfloat16]
+    assert names == ["to", "near", "narrow"]
+    assert len(usual.finite) == 1
+    assert not usual.rests
