@@ -75,7 +75,7 @@ def recorded(name: str, columns: Lists, keywords: tuple[str, ...], *, in_place: 
         The results, or the first column if it is written to; None if nothing was recorded.
     """
     tape = None if torch.compiler.is_compiling() else open_tape()
-    return None if tape is None else _put_down(tape, _call(name, keywords, in_place), columns)
+    return None if tape is None else _put_lists(tape, _call(name, keywords, in_place), columns)
 
 
 def parts_of(columns: Lists, count: int) -> Sequence[Sequence[int]]:
@@ -118,10 +118,18 @@ def _kind_of(x: Any) -> Any:
     return x.dtype if isinstance(x, Tensor) else type(x)
 
 
-def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
+def _put_lists(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
+    row = [column[0] for column in columns]
+    return _put_down(tape, call, row, None if len(columns[0]) == 1 else columns)
+
+
+def _put_down(
+    tape: Tape, call: _Call, row: Sequence[Any], columns: Lists | None = None
+) -> Sequence[Any] | None:
+    """Record an operation on the first row of columns, which is the only one without columns."""
     with LOCK:
         while True:  # until its operands are on one strand that may become longer
-            given = _given(tape, call, columns)
+            given = _given(tape, call, row, columns)
             if given is None:
                 return None
             key, added, strands, layout = given
@@ -132,7 +140,7 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
             strand = strands[0]
             if len(strands) > 1:
                 tape.part(strands)
-            elif strand.trace.is_full:
+            elif key not in strand.trace.made and strand.trace.is_full:
                 strand.run()
             else:
                 break
@@ -140,21 +148,21 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
         move = trace.made.get(key) or trace.once(key, lambda: _move(trace, call, key[1:]))
         if move is _IMPOSSIBLE:
             return None
-        return _written(strand, move, added, len(columns[0])) or columns[0]
+        return _written(strand, move, added) or (row[:1] if columns is None else columns[0])
 
 
 # --------------------------------------------------------------------------------------- operands
 
 _Added = list[tuple[Sequence[Any], Iterable[Sequence[Any]] | None, bool]]
 """Columns that are not on the tape; the columns of their components and, for storage formats, of
-their states, or None for numbers; and whether the tape copies them. Of a single row the components
+their states, or None for numbers; and whether the tape copies them. Of a single row the elements
 themselves are given."""
 
 _ON_TAPE = (TapedTensor, TapedGradient, PendingTensor)
 
 
 def _given(
-    tape: Tape, call: _Call, columns: Lists
+    tape: Tape, call: _Call, row: Sequence[Any], columns: Lists | None
 ) -> tuple[tuple[Any, ...], _Added, list[Strand], Layout] | None:
     """Return rows of operands for the tape, or None if they cannot go there.
 
@@ -165,16 +173,15 @@ def _given(
     """
     key: list[Any] = [call]
     added: _Added = []
-    new: list[Sequence[Any]] = []
+    new: list[Any] = []
     strands: list[Strand] = []
     layout: Layout = ()
-    count = len(columns[0])
+    count = 1 if columns is None else len(columns[0])
     mark: Any
-    for column in columns:
-        x = column[0]
-        cls = type(x)
+    for i, x in enumerate(row):
+        cls, column = type(x), x if columns is None else columns[i]
         if cls is float or cls is int:
-            mark = _mark_of_numbers(column, count)
+            mark = _mark_of_number(x) if columns is None else _mark_of_numbers(column, count)
             if mark is None:
                 return None
             added.append((column, None, False))
@@ -187,13 +194,13 @@ def _given(
                 strands.append(strand)
             if not strand.holds(column, mark):
                 return None
-        elif len(column) != count:
+        elif columns is not None and len(column) != count:
             return None
-        elif new and (i := _index(new, column)) >= 0:
-            mark = -1 - i
+        elif new and (place := _index(new, column)) >= 0:
+            mark = -1 - place
         else:
-            is_target = call.in_place and len(key) == 1
-            one = _one(tape, x, is_target) if count == 1 else _new(tape, column, is_target)
+            is_target = call.in_place and i == 0
+            one = _one(tape, x, is_target) if columns is None else _new(tape, column, is_target)
             if one is None:
                 return None
             mark, components, its_layout, is_copied = one
@@ -279,10 +286,10 @@ class _Mark:
 _mark = functools.lru_cache(maxsize=256)(_Mark)
 
 
-def _index(columns: Sequence[Sequence[Any]], column: Sequence[Any]) -> int:
-    """Return the index of the column of the same tensors, or -1."""
+def _index(columns: Sequence[Any], column: Any) -> int:
+    """Return the index of the column of the same tensors, or of the same tensor, or -1."""
     for i, x in enumerate(columns):
-        if x[0] is column[0] and are_same(x, column):
+        if x is column or (not isinstance(x, Tensor) and are_same(x, column)):
             return i
     return -1
 
@@ -297,19 +304,21 @@ def _are_apart(added: _Added) -> bool:
     return len(set(own)) == len(own) and (not copied or set(own).isdisjoint(copied))
 
 
-def _mark_of_numbers(column: Sequence[Any], count: int) -> str | None:
-    """Return whether numbers are 1, slightly less, or others; some operations depend on it.
+def _mark_of_number(x: float) -> str | None:
+    """Return whether a number is 1, slightly less, or another; some operations depend on it.
 
-    Return None if they are too large for PyTorch, or differ in this.
+    Return None if it is too large for PyTorch.
     """
-    if len(column) == 1:
-        x = column[0]
-        if type(x) is int and not -(2**63) <= x < 2**63:
-            return None
-        return "one" if x == 1.0 else "below one" if LEAST_NOTED <= x < 1.0 else "other"
-    if len(column) != count or not {float, int}.issuperset(map(type, column)):
+    if type(x) is int and not -(2**63) <= x < 2**63:
         return None
-    marks = {_mark_of_numbers((x,), 1) for x in column}
+    return "one" if x == 1.0 else "below one" if LEAST_NOTED <= x < 1.0 else "other"
+
+
+def _mark_of_numbers(column: Sequence[Any], count: int) -> str | None:
+    """Return the mark of all numbers, or of one for all rows; None if they differ in it."""
+    if len(column) not in (1, count) or not {float, int}.issuperset(map(type, column)):
+        return None
+    marks = set(map(_mark_of_number, column))
     return marks.pop() if len(marks) == 1 else None
 
 
@@ -465,9 +474,7 @@ def _copied(x: Any) -> Any:
     return x if x.factor is None else x._replace(factor=SimpleNamespace(value=x.factor.value))
 
 
-def _written(
-    strand: Strand, move: _Move, added: _Added, count: int
-) -> list[TapedTensor | PendingTensor]:
+def _written(strand: Strand, move: _Move, added: _Added) -> list[TapedTensor | PendingTensor]:
     """Record an operation on a strand, and return its results, if they are new.
 
     Entries after the variables of the trace, which an interrupt may leave, are overwritten.
@@ -475,11 +482,11 @@ def _written(
     begun, width = len(strand.trace.variables), strand.trace.width
     holders: list[Any] = []
     columns: list[Any] = []
-    is_one = strand.is_one
+    is_one, count = strand.is_one, len(strand.layout)
     for column, components, is_copied in added:
         held: Any = None
         if components is None:
-            columns.append(column[0] if is_one else [*column] * (count // len(column)))
+            columns.append(column if is_one else [*column] * (count // len(column)))
         elif is_copied:
             columns += (
                 map(_copied, components) if is_one else [[*map(_copied, x)] for x in components]
@@ -487,12 +494,13 @@ def _written(
         else:
             place = strand, begun + len(holders)
             columns += components
-            held = [*map(_reference, column)]
-            for tensor in column:
+            held = _reference(column) if is_one else [*map(_reference, column)]
+            tensors: Sequence[Any] = (column,) if is_one else column
+            for tensor in tensors:
                 tensor._place = place
                 is_gradient = tensor.__class__ is GradientTensor
                 tensor.__class__ = TapedGradient if is_gradient else TapedTensor
-        holders.append(held[0] if is_one and held else held)
+        holders.append(held)
     for constant in move.constants:
         columns.append(constant if is_one else [constant] * count)
         holders.append(None)
@@ -505,8 +513,7 @@ def _written(
         place = strand, begun + len(holders)
         result = (PendingTensor if move.result.arithmetic == "plain" else TapedTensor).result
         results = [result(x, move.result, place) for x in strand.layout]
-        references = [*map(_reference, results)]
-        holders.append(references[0] if is_one else references)
+        holders.append(_reference(results[0]) if is_one else [*map(_reference, results)])
     strand.holders[begun:] = holders
     strand.columns[width:] = columns
     strand.trace = move.trace
@@ -528,9 +535,9 @@ def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
         if in_place and type(args[0]) in _PLAIN:
             return _on_plain(func, args, kwargs)
         if not kwargs:
-            found = _put_down(tape, ordinary, [*zip(args)])
-        elif [*kwargs] == [keyword]:
-            found = _put_down(tape, valued, [*zip((*args, *kwargs.values()))])
+            found = _put_down(tape, ordinary, args)
+        elif len(kwargs) == 1 and keyword in kwargs:
+            found = _put_down(tape, valued, (*args, kwargs[keyword]))
         else:
             return NotImplemented
         if found is None:
@@ -544,23 +551,26 @@ def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
 
 def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run PyTorch's own operation if it writes and reads no expansion with tails."""
-    targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-    dtype = targets[0].dtype
-    if any(type(x) not in _PLAIN or x.dtype != dtype for x in targets):
+    target = args[0]
+    is_list = isinstance(target, (list, tuple))
+    dtype = target[0].dtype if is_list else target.dtype
+    if is_list and any(type(x) not in _PLAIN or x.dtype != dtype for x in target):
         return NotImplemented
-    plain: list[Any] = [args[0]]
-    for column in args[1:]:
-        rows = column if isinstance(column, (list, tuple)) else (column,)
-        own: list[Any] = []
-        for x in rows:
-            if isinstance(x, GradientTensor) and x._format.dtype == dtype:
-                own.append(x.__dict__["_component0"])
-            elif isinstance(x, Tensor) and type(x) not in _PLAIN:
-                return NotImplemented
-            else:
-                own.append(x)
-        plain.append(own if rows is column else own[0])
+    plain: list[Any] = [target]
+    for x in args[1:]:
+        is_list = isinstance(x, (list, tuple))
+        own = [_as_plain(y, dtype) for y in x] if is_list else _as_plain(x, dtype)
+        if own is NotImplemented or (is_list and any(y is NotImplemented for y in own)):
+            return NotImplemented
+        plain.append(own)
     return func(*plain, **kwargs)
+
+
+def _as_plain(x: Any, dtype: torch.dtype) -> Any:
+    """Return an operand without a wrapper, or NotImplemented if it has tails."""
+    if isinstance(x, GradientTensor) and x._format.dtype == dtype:
+        return x.__dict__["_component0"]
+    return NotImplemented if isinstance(x, Tensor) and type(x) not in _PLAIN else x
 
 
 def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
@@ -579,7 +589,7 @@ def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
         if in_place and type(columns[0][0]) in _PLAIN:
             return _on_plain(func, args, kwargs)
         call = _call(name, ("value",) if valued else tuple(kwargs), in_place, True)
-        found = _put_down(tape, call, columns)
+        found = _put_lists(tape, call, columns)
         uncounted = args[0]
         if found is None:
             before = [getattr(x, "_version", None) for x in columns[0]]
@@ -614,7 +624,7 @@ def _by_parts(
     results: list[Any] = [None] * count
     left: list[int] = []
     for rows in parts:
-        found = _put_down(tape, call, some_rows(columns, rows, count))
+        found = _put_lists(tape, call, some_rows(columns, rows, count))
         if found is None:
             left += rows
         else:

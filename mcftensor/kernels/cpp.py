@@ -687,11 +687,11 @@ def source(program: Program, width: int) -> str:
     inside = itertools.compress(program.instructions, program.varies)
     lanes = width // max(4, *(x.dtype.itemsize for x in inside))
     of_block = BLOCK_SIZE // lanes if signature.shared else 1
-    length = len(program.instructions)
+    fast, usual = for_usual_numbers(program) or (program, None)
+    length = len(fast.instructions)
     count = max(next((x for most, x in _TOGETHER.items() if length <= most), 1), of_block)
     in_pairs = count > 1 and _in_pairs(program)
     size, dialect = max(of_block, 1 + in_pairs), _IN_PAIRS if in_pairs else _DIALECT
-    fast, usual = for_usual_numbers(program) or (program, None)
     copies = [_copies(first, size) for first in range(0, count, size)]
     printed = lines_of(fast, dialect, list(itertools.chain(*copies)))
     groups = [

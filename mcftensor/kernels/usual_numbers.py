@@ -111,8 +111,26 @@ def _last_of(
             told.add(i)
         if i in told and x.dtype.is_floating_point:
             operands = x.operands[: _TELLING.get(x.name, 0)]
+            if x.name == "where" and _is_sum(x, instructions):
+                operands = x.operands[2:]
             told.update(o.index for o in operands if isinstance(o, Place))
     return last, told
+
+
+def _is_sum(x: Instruction, instructions: Sequence[Instruction]) -> bool:
+    """Whether a choice is a sum, but its first term if the second one is zero."""
+    condition, first, total = x.operands
+    if not all(isinstance(o, Place) for o in x.operands):
+        return False
+    zero, sum_ = instructions[condition.index], instructions[total.index]
+    second = zero.operands[0]
+    return (zero.name, zero.operands) == ("eq", (second, 0)) and (
+        sum_.name,
+        set(sum_.operands),
+    ) == (
+        "add",
+        {first, second},
+    )
 
 
 def _of_magnitude(program: Program, place: int) -> int:

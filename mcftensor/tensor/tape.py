@@ -73,14 +73,16 @@ class Strand:
         self.next: Strand | None = None
         self.followed_by: Hashable = None
 
-    def holds(self, column: Sequence[Any], index: int) -> bool:
-        """Return whether a variable stands for these tensors, row by row."""
+    def holds(self, column: Any, index: int) -> bool:
+        """Return whether a variable stands for these tensors, row by row, or for this tensor."""
         held = self.holders[index] if index < len(self.holders) else None
         if held is None:  # a signal has interrupted an append
             return False
         if self.is_one:
-            return held() is column[0] and len(column) == 1
-        return len(column) == len(held) and all(map(operator.is_, map(_call, held), column))
+            return held() is column
+        if isinstance(column, Tensor) or len(column) != len(held):
+            return False
+        return all(map(operator.is_, map(_call, held), column))
 
     def results(self) -> tuple[int, ...]:
         """Return the variables to write to memory, which are still referenced."""
@@ -124,7 +126,7 @@ class Tape:
         """
         if x.layout is not torch.strided:
             return None
-        (shape, stride, _), device = format.layout(x), x.device
+        (shape, stride), device = format.layout(x), x.device
         found = self._layouts.get(shape)
         if found is None or found[0][2] != stride or found[0][0] != device:
             if not shape or not shape.numel() or not x.is_contiguous() or x.is_meta:

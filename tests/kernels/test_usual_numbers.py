@@ -7,7 +7,7 @@ import torch
 
 import mcftensor as mcf
 from mcftensor.arithmetic.noise import Noise
-from mcftensor.arithmetic.rounding import split_by_noise
+from mcftensor.arithmetic.rounding import add_signed, split_by_noise
 from mcftensor.kernels import Columns, execute
 from mcftensor.kernels.program import Signature, record
 from mcftensor.kernels.usual_numbers import for_usual_numbers
@@ -151,3 +151,34 @@ def test_noise_takes_shorter_roundings(count):
     assert names == ["to", "near", "narrow"]
     assert len(usual.finite) == 1
     assert not usual.rests
+
+
+def test_a_sum_that_keeps_the_sign_of_zero_tells_its_terms():
+    def body(vectors, scalars, index):
+        a, b = [torch.nan_to_num(x, 0.0, 0.0, 0.0) for x in vectors]
+        return encoding(mcf.bf16x2, torch.float32)([add_signed(a, b)], scalars, index)
+
+    program = record(body, Signature((torch.float32,) * 2, (), (torch.bfloat16,) * 2))
+    fast, usual = for_usual_numbers(program)
+    assert [fast.instructions[i].name for i in usual.finite] == ["rest"]
+
+
+@pytest.mark.parametrize("value", UNUSUAL)
+def test_sums_with_one_unusual_term(value):
+    """Of both terms in turn, also where the other one is zero."""
+
+    def sums(a, b):
+        out = [torch.empty(a.shape, dtype=torch.bfloat16) for _ in range(2)]
+        execute.run(split_of_sum, Columns([[a], [b]], [], [[y] for y in out]))
+        return out
+
+    for other in (0.75, 0.0, -0.0):
+        x = torch.rand(300 * 257 + 7, generator=torch.Generator().manual_seed(1)) + 0.5
+        y = torch.full_like(x, other)
+        x[::257] = value
+        same("cpp", lambda x=x, y=y: sums(x, y))
+        same("cpp", lambda x=x, y=y: sums(y, x))
+
+
+def split_of_sum(vectors, scalars, index):
+    return encoding(mcf.bf16x2, torch.float32)([add_signed(*vectors)], scalars, index)
