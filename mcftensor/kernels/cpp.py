@@ -69,6 +69,8 @@ _DIALECT = Dialect(
         "where": "choose({0}, {1}, {2})",
         "abs": "magnitude({0})",
         "shift_logical": "shifted({0}, {1})",
+        "shift_byte": "shifted_byte({0})",
+        "twice_less": "fma({0}, all<F>(2), -{1})",
         "sqrt": "root({0})",
         "fma": "fma({0}, {1}, {2})",
         ("to", torch.bool): "to<{type}>(-{0})",
@@ -326,6 +328,8 @@ INLINE U bool_bits(V x) { return to<U>(-x); }
 INLINE F bfloat16_value(U bits) { return as<F>(bits << 16); }
 INLINE F bfloat16_value(Second x) { return as<F>(x.both & constant<4294901760u>()); }
 INLINE I int16_value(Second x) { return as<I>(x.both) >> 16; }
+INLINE I shifted_byte(U bits) { return as<I>(bits << 24) >> 16; }  // left, of a byte with a sign
+INLINE I shifted_byte(Second x) { return as<I>(x.both << 8) >> 16; }
 INLINE U bfloat16_bits(F x) { return as<U>(x) >> 16; }
 INLINE F to_bfloat16(F x) {  // of a NaN too, whose last bits `quiet` has cleared
   U bits = as<U>(x);

@@ -152,8 +152,8 @@ class Printer:
             return True
         if x.name != "bits":
             return False
-        bound = self.program.largest[x.operands[0].index]
-        return self._zeros[place] >= _SHORT or (bound is not None and bound <= _INFINITY)
+        least, largest = self.program.ranges.get(x.operands[0].index, (-1, -1))
+        return self._zeros[place] >= _SHORT or 0 <= least <= largest <= _INFINITY
 
     def pattern(self, place: Place) -> str:
         """Return the bits of a result as memory holds them.
@@ -177,10 +177,8 @@ class Printer:
         places = [o for o in x.operands if isinstance(o, Place)]
         of = self.instructions[places[0].index].dtype
         own = of if x.dtype == torch.bool else x.dtype
-        if (shift := self._logical_shift(x)) is not None:
-            return self._operation(
-                "shift_logical", own, own, self._text(shift[0], own), self._count(shift[1], own)
-            )
+        if (joined := self._joined(x)) is not None:
+            return joined
         operands = [self._text(o, own) for o in x.operands]
         if x.name in ("shift_left", "shift_right"):
             operands[1] = self._count(x.operands[1], own)
@@ -197,21 +195,33 @@ class Printer:
         narrower = x.dtype.itemsize < COMPUTED[x.dtype].itemsize
         return f"to_{name_of(x.dtype)}({value})" if narrower and x.name in held else value
 
-    def _logical_shift(self, x: Instruction) -> tuple[Any, int] | None:
-        """Return the operands of a right shift if x clears exactly the copies of the sign.
+    def _joined(self, x: Instruction) -> str | None:
+        """Return x and an instruction before it as one operation, if the language has that.
 
-        Then one instruction shifts in zeros.
+        Right shifts whose copies of the sign are cleared shift in zeros; bytes with a sign are
+        extended and shifted at once; and numbers are doubled and diminished at once, exactly.
         """
-        if x.name != "and" or "shift_logical" not in self.dialect.operations:
+        name = {"and": "shift_logical", "shift_left": "shift_byte", "sub": "twice_less"}.get(x.name)
+        if name not in self.dialect.operations or not isinstance(x.operands[0], Place):
             return None
-        shifted, mask = x.operands
-        if not isinstance(shifted, Place) or x.dtype != COMPUTED[x.dtype]:
-            return None
-        shift, bits = self.instructions[shifted.index], 8 * x.dtype.itemsize
-        if shift.name != "shift_right":
-            return None
-        of, count = shift.operands
-        return (of, count) if count in range(bits) and mask == (1 << bits - count) - 1 else None
+        before, second = self.instructions[x.operands[0].index], x.operands[1]
+        if name == "shift_logical" and before.name == "shift_right":
+            (of, count), bits = before.operands, 8 * x.dtype.itemsize
+            clears_signs = count in range(bits) and second == (1 << bits - count) - 1
+            if clears_signs and x.dtype == COMPUTED[x.dtype]:
+                operands = self._text(of, x.dtype), self._count(count, x.dtype)
+                return self._operation(name, x.dtype, x.dtype, *operands)
+        if name == "shift_byte" and before.name == "to" and second == 8:
+            byte = self.instructions[before.operands[0].index]
+            if (byte.name, byte.dtype, x.dtype) == ("vector", torch.int8, torch.int32):
+                pattern = self._name("p", before.operands[0].index)
+                return self._operation(name, x.dtype, x.dtype, pattern)
+        is_doubled = before.name == "add" and before.operands[0] == before.operands[1]
+        is_small = isinstance(second, float) and abs(second) <= 1  # infinities stay so
+        if name == "twice_less" and is_doubled and is_small and x.dtype == torch.float32:
+            operands = self._text(before.operands[0], x.dtype), self._text(second, x.dtype)
+            return self._operation(name, x.dtype, x.dtype, *operands)
+        return None
 
     def _operation(self, name: str, of: torch.dtype, dtype: torch.dtype, *operands: str) -> str:
         operations = self.dialect.operations

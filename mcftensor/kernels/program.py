@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcftensor.kernels.custom_ops import DEFINITIONS
+from mcftensor.kernels.ranges import Range, range_of
 from mcftensor.kernels.without_float64 import has_float64
 
 aten = torch.ops.aten
@@ -203,18 +204,14 @@ class Program:
         return zeros
 
     @functools.cached_property
-    def largest(self) -> list[int | None]:
-        """Return a bound of each integer that is known to be at least zero."""
-        bounds: list[int | None] = []
-
-        def of(x: Any) -> int | None:
-            known = bounds[x.index] if isinstance(x, Place) else x
-            return known if isinstance(known, int) and known >= 0 else None
-
-        for x in self.instructions:
-            known = [of(o) for o in x.operands[-2:]]
-            bounds.append(255 if x.dtype == torch.uint8 else _bound(x, known))
-        return bounds
+    def ranges(self) -> dict[int, Range]:
+        """The ranges of integers, by place, as far as they are known."""
+        ranges: dict[int, Range] = {}
+        for i, x in enumerate(self.instructions):
+            found = range_of(x, ranges)
+            if found is not None:
+                ranges[i] = found
+        return ranges
 
     @functools.cached_property
     def hides_nans(self) -> list[bool]:
@@ -292,26 +289,6 @@ def finished(program: Program, values: Mapping[int, Tensor]) -> Program:
 # Operations on floats that take all NaNs for one, and those whose results are NaNs for NaNs.
 _NAN_BLIND = {"quiet", "finite_or_zero", "eq", "ne", "lt", "le", "gt", "ge"}
 _PASSING = {"add", "sub", "mul", "div", "neg", "abs", "sqrt", "fma", "maximum", "where", "copysign"}
-
-
-def _bound(x: Instruction, known: Sequence[int | None]) -> int | None:
-    """Return a bound of an integer, given bounds of its last two operands, or None."""
-    if x.dtype != torch.int32 or not known:
-        return None
-    least = min((b for b in known if b is not None), default=None)
-    if least is not None and x.name in ("and", "assured"):
-        return least
-    if None in known:
-        return None
-    first, second = known[0] or 0, known[-1] or 0
-    if x.name in ("to", "constant", "minimum", "maximum", "where"):
-        return min(first, second) if x.name == "minimum" else max(first, second)
-    if x.name not in ("add", "shift_left", "shift_right"):
-        return None
-    bound = first + second if x.name == "add" else first
-    if x.name == "shift_left":
-        bound <<= min(second, 31)
-    return bound if bound < 1 << 31 else None
 
 
 # aten's name: the name of an instruction whose operands are converted to the type of the result.

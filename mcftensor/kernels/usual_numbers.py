@@ -1,23 +1,27 @@
 """Programs for usual numbers, which take fewer instructions, and what tells that numbers are usual.
 
-Unusual are NaNs, infinities and tiny numbers, and in blocks numbers from 2^127 on, and negative
+Unusual are NaNs, infinities and tiny numbers, and in blocks numbers from 2^126 on, and negative
 ones where they would count as infinite.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from mcftensor.kernels.program import Instruction, Place, Program
+from mcftensor.kernels.program import Instruction, Place, Program, finished
+from mcftensor.kernels.ranges import Range, decided, range_of
 from mcftensor.kernels.short_splits import with_short_splits
 
 _LARGE = 0x7F000000
-"""The pattern of 2^127: blocks with larger numbers are rare."""
+"""The pattern of 2^127, from which on programs distinguish numbers."""
+
+_LARGEST = 0x7E7FFFFF
+"""The pattern of the last number before 2^126: blocks with larger ones are rare."""
 
 # Operations on floats whose results are finite only if the operands are, and how many of these.
 _TELLING = {
@@ -31,7 +35,7 @@ class Usual:
     """What tells usual elements and blocks of a program, by places.
 
     Attributes:
-        maxima: integers of blocks, and the largest that is usual.
+        maxima: integers of blocks, and the largest that is usual: maxima, and codes of scales.
         finite: floats that are neither infinite nor NaNs.
         rests: floats that are zero or at least 2^-124.
         positive: floats without a sign.
@@ -53,12 +57,13 @@ def for_usual_numbers(program: Program) -> tuple[Program, Usual] | None:
     for x in program.instructions:
         place, limit = _limit(program, x)
         if _has_maximum(program, place):
-            limits[place] = min(limit, limits.get(place, limit))
+            limits[place] = min(limit, _LARGEST)
     floats = {_of_magnitude(program, place): place for place in limits}
     signs = [x.operands[0] for x in program.instructions if x.name == "ge" and x.operands[1] == 0]
     positive = {place for place in floats if Place(place) in signs}
-    new: list[Any] = []
+    new: list[Any] = []  # places, and known truth values
     kept: list[Instruction] = []
+    ranges: dict[int, Range] = {}
     usual = Usual()
     for x in program.instructions:
         operands = tuple([new[o.index] if isinstance(o, Place) else o for o in x.operands])
@@ -74,9 +79,9 @@ def for_usual_numbers(program: Program) -> tuple[Program, Usual] | None:
             x.name == "and" and _of_magnitude(program, len(new)) in positive
         ):
             new.append(operands[0])
-        elif x.name == "where" and operands[0] is True:
-            new.append(operands[1])
-        elif any(o is True for o in operands):
+        elif x.name == "where" and isinstance(operands[0], bool):
+            new.append(operands[1 if operands[0] else 2])
+        elif any(isinstance(o, bool) for o in operands) and (x.name, x.dtype) != _TO_INTEGER:
             return None
         elif x.name in ("quiet", "finite_or_zero"):
             new.append(operands[0])
@@ -88,14 +93,66 @@ def for_usual_numbers(program: Program) -> tuple[Program, Usual] | None:
                 known = {k: limit for k, limit in limits.items() if k < len(new)}
                 found = {len(kept): known[k] for k in known if new[k] == operands[0]}
                 usual.maxima.update(found)
-            new.append(Place(len(kept)))
-            kept.append(dataclasses.replace(x, operands=operands))
+            y = dataclasses.replace(x, operands=operands)
+            scale = _scale_of_largest(y, kept, ranges)
+            if scale is not None:
+                usual.maxima[scale] = ranges[scale][1] - 1
+                ranges[scale] = ranges[y.operands[0].index] = 0, usual.maxima[scale]
+            result = decided(y, ranges)
+            if result is None:
+                range_ = range_of(y, ranges)
+                if y.name == "block_max" and len(kept) in usual.maxima:
+                    range_ = 0, usual.maxima[len(kept)]
+                if range_ is not None:
+                    ranges[len(kept)] = range_
+                    if range_[0] == range_[1]:
+                        y = Instruction("constant", (int(range_[0]),), y.dtype)
+                result = Place(len(kept))
+                kept.append(y)
+            new.append(result)
     if len(kept) == len(new) or len(usual.maxima) < len(limits):
         return None
-    usual.finite, told = _last_of(usual.finite, kept)
     results = tuple([new[place.index] for place in program.results])
-    numbers = frozenset(told).union(new[i].index for i in floats)
-    return Program(program.signature, tuple(kept), results, numbers), usual
+    numbers = [new[i].index for i in floats]
+    return _finished(Program(program.signature, tuple(kept), results), usual, numbers)
+
+
+def _finished(program: Program, usual: Usual, numbers: Sequence[int]) -> tuple[Program, Usual]:
+    """Leave out instructions without a use, and tests that others imply."""
+    places = [*usual.maxima, *usual.finite, *usual.rests, *usual.positive, *numbers]
+    needed = (*program.results, *map(Place, places))
+    whole = finished(dataclasses.replace(program, results=needed), {})
+    count = len(program.results)
+    new = {old: x.index for old, x in zip(places, whole.results[count:], strict=True)}
+    finite, told = _last_of([new[i] for i in usual.finite], whole.instructions)
+    known = frozenset(told).union(new[i] for i in numbers)
+    return (
+        Program(program.signature, whole.instructions, whole.results[:count], known),
+        Usual(
+            {new[i]: limit for i, limit in usual.maxima.items()},
+            finite,
+            [new[i] for i in usual.rests],
+            [new[i] for i in usual.positive],
+        ),
+    )
+
+
+_TO_INTEGER = ("to", torch.int32)
+
+
+def _scale_of_largest(
+    x: Instruction, instructions: Sequence[Instruction], ranges: Mapping[int, Range]
+) -> int | None:
+    """Return the place of a scale whose code is compared with the largest one, which is one of NaNs
+    or infinities, or None.
+    """
+    if x.name != "eq" or not isinstance(x.operands[0], Place):
+        return None
+    (place, largest), scale = x.operands, x.operands[0].index
+    if instructions[scale].name == "to":
+        scale = instructions[scale].operands[0].index
+    is_scale = instructions[scale].name == "shared" and instructions[scale].dtype == torch.uint8
+    return scale if is_scale and largest == ranges[place.index][1] else None
 
 
 def _last_of(

@@ -95,7 +95,8 @@ def test_lists(name):
 
 
 UNUSUAL = (
-    *(-0.0, -1.0, 1e-42, 2.0**127, 1.875 * 2.0**127, 1.9 * 2.0**127, torch.finfo().max),
+    *(-0.0, -1.0, 1e-42, 2.0**63, 2.0**126, 1.9 * 2.0**126, 2.0**127, 1.875 * 2.0**127),
+    *(1.9 * 2.0**127, torch.finfo().max),
     *(math.inf, -math.inf, math.nan, -math.nan),
 )
 
@@ -128,7 +129,39 @@ def test_usual_blocks_have_a_program_of_their_own():
     program = record(body, signature)
     fast, usual = for_usual_numbers(program)
     assert len(fast.instructions) < len(program.instructions)
-    assert [*usual.maxima.values()] == [0x7F700000]
+    assert [*usual.maxima.values()] == [0x7E7FFFFF]  # below 2^126
+
+
+@pytest.mark.parametrize(("format", "largest"), [(mcf.mxfp8, 254), (mcf.ue5m3, 253)])
+def test_usual_programs_do_not_ask_for_scales_of_nans_and_infinities(format, largest):
+    """Their codes tell before, and so do the maxima of blocks whose scales are written."""
+    signature = Signature((torch.uint8,) * 2, (), (torch.float32,), frozenset([1]))
+    read, usual = for_usual_numbers(record(decoding(format, torch.float32), signature))
+    assert {read.instructions[i].name: x for i, x in usual.maxima.items()} == {"shared": largest}
+    signature = Signature((torch.float32,), (), (torch.uint8,) * 2, frozenset([2]))
+    written, _ = for_usual_numbers(record(encoding(format.nearest, torch.float32), signature))
+    for program in (read, written):
+        names = [x.name for i, x in enumerate(program.instructions) if program.per_block[i]]
+        assert not {"eq", "ge", "gt", "lt", "where"}.intersection(names)
+        assert not program.branches()
+
+
+BYTES = [x for x in FORMATS if {y.dtype for y in x.components} == {torch.uint8} and not x.packed]
+
+
+@pytest.mark.parametrize("format", BYTES, ids=lambda f: f.name)
+def test_each_code_beside_each_scale(format):
+    """A usual block has another one beside it."""
+    codes = torch.arange(256).repeat(256).to(torch.uint8).view(256, 256)
+    scales = torch.arange(256).repeat_interleave(8).to(torch.uint8).view(256, 8)
+    for order in (torch.arange(256), torch.arange(256).view(2, 128).T.reshape(-1)):
+        numbers = torch.empty(256, 256)
+
+        def decode(order=order, numbers=numbers):
+            decode_columns(format, [[codes], [scales[order].contiguous()]], [numbers])
+            return [numbers]
+
+        same("cpp", decode)
 
 
 def test_values_of_a_code_of_half_a_byte_are_a_table():
