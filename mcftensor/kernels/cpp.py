@@ -61,7 +61,8 @@ _DIALECT = Dialect(
         "packed": "unpacked(in{0} + {i} / 2)",
         "table": "entry({" + "}, {".join(map(str, range(2 + CODES))) + "})",
         "shared": "all<U>(in{0}[{block} / SHARING])",
-        "block_max": "block_max<1>({valid}, {0})",
+        "block_max": "block_max<1, I>({valid}, {0})",
+        "unsigned_max": "block_max<1, U>({valid}, {0})",
         "scalar": "entered<{type}>(scalar{0})",
         "index": "counted<L>() + {i}",
         ("index", torch.int32): "counted<I>() + int32_t({i})",
@@ -89,7 +90,8 @@ _IN_PAIRS = dataclasses.replace(
         "vector": "{half}_of_pair(in{0} + {pair})",
         **{("vector", dtype): "{half}_alone(in{0} + {pair})" for dtype in _DIALECT.loaded},
         "packed": "{half}_of_halves(in{0} + {pair} / 2)",
-        "block_max": "block_max<2>({valid}, {0})",
+        "block_max": "block_max<2, I>({valid}, {0})",
+        "unsigned_max": "block_max<2, U>({valid}, {0})",
         "index": "(counted<L>() * 2 + ({inside})) + {block}",
         ("index", torch.int32): "(counted<I>() * 2 + int32_t({inside})) + int32_t({block})",
     },
@@ -487,15 +489,15 @@ _SHARING = (
 #define SHARING {BLOCK_SIZE}
 """
     + """\
-template <int STEP>
-INLINE I largest(I x) {  // of all lanes, in each lane
+template <int STEP, class V>
+INLINE V largest(V x) {  // of all lanes, in each lane
   if constexpr (STEP == 0) return x;
   else {
 #ifdef __clang__
-    I y = x;
+    V y = x;
     for (int k = 0; k < LANES; ++k) y[k] = x[k ^ STEP];
 #else
-    I y = __builtin_shuffle(x, counted<I>() ^ STEP);
+    V y = __builtin_shuffle(x, counted<I>() ^ STEP);
 #endif
     return largest<STEP / 2>(x > y ? x : y);
   }
@@ -503,13 +505,15 @@ INLINE I largest(I x) {  // of all lanes, in each lane
 struct Every {};  // element counts
 INLINE I counts(I, Every) { return ~I{}; }
 INLINE I counts(I place, int32_t valid) { return place < valid; }
-template <int TOGETHER, class N, class... V>
+template <int TOGETHER, class M, class N, class... V>
 INLINE I block_max(N valid, V... vectors) {  // the elements from `valid` on count as zeros
-  I most = {}, place = counted<I>() * TOGETHER;
+  M most = {};
+  I place = counted<I>() * TOGETHER;
   int k = 0;
-  ((vectors &= counts(place, valid), most = most > vectors ? most : vectors,
+  auto add = [&](M x) { most = most > x ? most : x; };
+  ((add(as<M>(vectors & counts(place, valid))),
     place += ++k % TOGETHER ? 1 : TOGETHER * LANES - TOGETHER + 1), ...);
-  return largest<LANES / 2>(most);
+  return as<I>(largest<LANES / 2>(most));
 }
 
 // Two codes of four bits in a byte, the first one in its last bits.
@@ -856,10 +860,8 @@ def _lines(
 
 def _unless_usual(usual: Usual, printers: Sequence[Printer]) -> str:
     """Return the statement that computes unusual elements with care, before any is stored."""
-    tests = [f"({printers[0].value(x)}[0] > {limit})" for x, limit in usual.maxima.items()]
-    signs = [f"as<I>({x.value(place)})" for place in usual.positive for x in printers]
-    if signs:
-        tests.append(f"has_sign({' | '.join(signs)})")
+    first = printers[0]
+    tests = [f"(uint32_t({first.value(x)}[0]) > {limit})" for x, limit in usual.maxima.items()]
     program, places = printers[0].program, sorted(usual.finite)
     for type_ in (torch.float32, torch.float64):
         of_type = [p for p in places if COMPUTED[program.instructions[p].dtype] == type_]

@@ -182,7 +182,7 @@ class Printer:
         operands = [self._text(o, own) for o in x.operands]
         if x.name in ("shift_left", "shift_right"):
             operands[1] = self._count(x.operands[1], own)
-        if x.name == "block_max":
+        if x.name in ("block_max", "unsigned_max"):
             of_each = [self._name("v", places[0].index, suffix) for suffix in self.copy.sharing]
             operands = [", ".join(of_each)]
         if x.name not in ("to", "narrow"):

@@ -120,7 +120,7 @@ class Program:
         found: list[bool] = []
         for x in self.instructions:
             varying = [o.index for o in x.operands if isinstance(o, Place) and self.varies[o.index]]
-            is_source = x.name in ("shared", "block_max")
+            is_source = x.name in ("shared", "block_max", "unsigned_max")
             found.append(is_source or (varying != [] and all(found[i] for i in varying)))
         return found
 

@@ -38,13 +38,11 @@ class Usual:
         maxima: integers of blocks, and the largest that is usual: maxima, and codes of scales.
         finite: floats that are neither infinite nor NaNs.
         rests: floats that are zero or at least 2^-124.
-        positive: floats without a sign.
     """
 
     maxima: dict[int, int] = field(default_factory=dict)
     finite: list[int] = field(default_factory=list)
     rests: list[int] = field(default_factory=list)
-    positive: list[int] = field(default_factory=list)
 
 
 def for_usual_numbers(program: Program) -> tuple[Program, Usual] | None:
@@ -74,7 +72,6 @@ def for_usual_numbers(program: Program) -> tuple[Program, Usual] | None:
                 kept.append(Instruction("assured", operands, x.dtype))
         elif x.name == "ge" and first in positive and x.operands[1] == 0:
             new.append(True)
-            usual.positive.append(operands[0].index)
         elif (x.name == "abs" and first in positive) or (
             x.name == "and" and _of_magnitude(program, len(new)) in positive
         ):
@@ -89,11 +86,11 @@ def for_usual_numbers(program: Program) -> tuple[Program, Usual] | None:
         else:
             if x.name == "rest":
                 usual.rests.append(len(kept))
-            if x.name == "block_max":
-                known = {k: limit for k, limit in limits.items() if k < len(new)}
-                found = {len(kept): known[k] for k in known if new[k] == operands[0]}
-                usual.maxima.update(found)
             y = dataclasses.replace(x, operands=operands)
+            known = [limits[k] for k in limits if k < len(new) and new[k] == operands[0]]
+            if x.name == "block_max" and known:  # bits with a sign are the largest, too
+                y = dataclasses.replace(y, name="unsigned_max")
+                usual.maxima[len(kept)] = known[0]
             scale = _scale_of_largest(y, kept, ranges)
             if scale is not None:
                 usual.maxima[scale] = ranges[scale][1] - 1
@@ -101,7 +98,7 @@ def for_usual_numbers(program: Program) -> tuple[Program, Usual] | None:
             result = decided(y, ranges)
             if result is None:
                 range_ = range_of(y, ranges)
-                if y.name == "block_max" and len(kept) in usual.maxima:
+                if y.name == "unsigned_max":
                     range_ = 0, usual.maxima[len(kept)]
                 if range_ is not None:
                     ranges[len(kept)] = range_
@@ -119,7 +116,7 @@ def for_usual_numbers(program: Program) -> tuple[Program, Usual] | None:
 
 def _finished(program: Program, usual: Usual, numbers: Sequence[int]) -> tuple[Program, Usual]:
     """Leave out instructions without a use, and tests that others imply."""
-    places = [*usual.maxima, *usual.finite, *usual.rests, *usual.positive, *numbers]
+    places = [*usual.maxima, *usual.finite, *usual.rests, *numbers]
     needed = (*program.results, *map(Place, places))
     whole = finished(dataclasses.replace(program, results=needed), {})
     count = len(program.results)
@@ -132,7 +129,6 @@ def _finished(program: Program, usual: Usual, numbers: Sequence[int]) -> tuple[P
             {new[i]: limit for i, limit in usual.maxima.items()},
             finite,
             [new[i] for i in usual.rests],
-            [new[i] for i in usual.positive],
         ),
     )
 
