@@ -72,6 +72,7 @@ _DIALECT = Dialect(
         "shift_logical": "shifted({0}, {1})",
         "shift_byte": "shifted_byte({0})",
         "twice_less": "fma({0}, all<F>(2), -{1})",
+        "zero_of_zero": "zero_of_zero({0}, {1})",
         "sqrt": "root({0})",
         "fma": "fma({0}, {1}, {2})",
         ("to", torch.bool): "to<{type}>(-{0})",
@@ -481,6 +482,13 @@ template <class M>
 INLINE D choose(M mask, D x, D y) { return to<L>(mask) ? x : y; }
 template <class M, class V>
 INLINE V choose(M mask, V x, V y) { return to<V>(mask) ? x : y; }
+INLINE F zero_of_zero(I code, F x) {  // the code has no sign
+#if defined(__AVX2__) && !defined(__clang__) && LANES == 8
+  return as<F>(__builtin_ia32_psignd256(as<I>(x), code));
+#else
+  return choose(code == 0, F{}, x);
+#endif
+}
 """
 
 # Components that blocks share. A whole block lies in consecutive vectors.

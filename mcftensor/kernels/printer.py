@@ -33,6 +33,11 @@ _INFINITY = 0x7F800000
 _INEXACT = {"add", "sub", "mul", "div", "sqrt", "to"}
 _OVERFLOWING = _INEXACT | {"neg", "abs", "not", "shift_left"}  # of integers
 
+# Operations that do the work of two, by the last one's name.
+_JOINED = {
+    "and": "shift_logical", "shift_left": "shift_byte", "sub": "twice_less", "where": "zero_of_zero"
+}  # fmt: skip
+
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^",
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
@@ -199,9 +204,10 @@ class Printer:
         """Return x and an instruction before it as one operation, if the language has that.
 
         Right shifts whose copies of the sign are cleared shift in zeros; bytes with a sign are
-        extended and shifted at once; and numbers are doubled and diminished at once, exactly.
+        extended and shifted at once; numbers are doubled and diminished at once, exactly; and the
+        number of a code is zero if the code is.
         """
-        name = {"and": "shift_logical", "shift_left": "shift_byte", "sub": "twice_less"}.get(x.name)
+        name = _JOINED.get(x.name)
         if name not in self.dialect.operations or not isinstance(x.operands[0], Place):
             return None
         before, second = self.instructions[x.operands[0].index], x.operands[1]
@@ -216,6 +222,12 @@ class Printer:
             if (byte.name, byte.dtype, x.dtype) == ("vector", torch.int8, torch.int32):
                 pattern = self._name("p", before.operands[0].index)
                 return self._operation(name, x.dtype, x.dtype, pattern)
+        if name == "zero_of_zero" and (before.name, before.operands[1:]) == ("eq", (0,)):
+            code, zero = before.operands[0], self.instructions[second.index]
+            is_code = self.program.ranges.get(code.index, (-1, -1))[0] >= 0
+            if is_code and zero == Instruction("constant", (0.0,), torch.float32):
+                operands = self._text(code, torch.int32), self._text(x.operands[2], x.dtype)
+                return self._operation(name, x.dtype, x.dtype, *operands)
         is_doubled = before.name == "add" and before.operands[0] == before.operands[1]
         is_small = isinstance(second, float) and abs(second) <= 1  # infinities stay so
         if name == "twice_less" and is_doubled and is_small and x.dtype == torch.float32:
