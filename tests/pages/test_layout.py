@@ -24,7 +24,7 @@ BUDGETS = {
     "export": 1510,
     "formats": 2285,
     "host": 690,
-    "kernels": 5360,
+    "kernels": 5380,
     "meters": 1430,
     "operators": 2280,
     "passes": 2430,
