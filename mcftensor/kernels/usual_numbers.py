@@ -30,6 +30,9 @@ _TELLING = {
 }
 
 
+_TO_INTEGER = ("to", torch.int32)
+
+
 @dataclass
 class Usual:
     """What tells usual elements and blocks of a program, by places.
@@ -107,7 +110,8 @@ def for_usual_numbers(program: Program) -> tuple[Program, Usual] | None:
                 result = Place(len(kept))
                 kept.append(y)
             new.append(result)
-    if len(kept) == len(new) or len(usual.maxima) < len(limits):
+    told = [x for x in kept if x.name == "unsigned_max"]
+    if len(kept) == len(new) or len(told) < len(limits):
         return None
     results = tuple([new[place.index] for place in program.results])
     numbers = [new[i].index for i in floats]
@@ -133,9 +137,6 @@ def _finished(program: Program, usual: Usual, numbers: Sequence[int]) -> tuple[P
     )
 
 
-_TO_INTEGER = ("to", torch.int32)
-
-
 def _scale_of_largest(
     x: Instruction, instructions: Sequence[Instruction], ranges: Mapping[int, Range]
 ) -> int | None:
@@ -148,7 +149,7 @@ def _scale_of_largest(
     if instructions[scale].name == "to":
         scale = instructions[scale].operands[0].index
     is_scale = instructions[scale].name == "shared" and instructions[scale].dtype == torch.uint8
-    return scale if is_scale and largest == ranges[place.index][1] else None
+    return scale if is_scale and largest == ranges.get(place.index, (0, 0))[1] else None
 
 
 def _last_of(
@@ -177,13 +178,8 @@ def _is_sum(x: Instruction, instructions: Sequence[Instruction]) -> bool:
         return False
     zero, sum_ = instructions[condition.index], instructions[total.index]
     second = zero.operands[0]
-    return (zero.name, zero.operands) == ("eq", (second, 0)) and (
-        sum_.name,
-        set(sum_.operands),
-    ) == (
-        "add",
-        {first, second},
-    )
+    is_zero = (zero.name, zero.operands) == ("eq", (second, 0))
+    return is_zero and sum_.name == "add" and set(sum_.operands) == {first, second}
 
 
 def _of_magnitude(program: Program, place: int) -> int:
