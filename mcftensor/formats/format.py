@@ -325,12 +325,12 @@ class Format:
         """The indices of components with the codes of two elements in a byte."""
         return frozenset(i for i, x in enumerate(self.components) if x.is_packed)
 
-    def layout(self, leading: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-        """Return shape and strides of a tensor with this leading component."""
-        shape, strides = leading.shape, leading.stride()
+    def layout(self, leading: Tensor) -> tuple[torch.Size, tuple[int, ...], Any]:
+        """Return shape, strides and storage offset of a tensor with this leading component."""
+        shape, strides, start = leading.shape, leading.stride(), leading.storage_offset()
         if not self.components[0].is_packed:
-            return shape, strides
-        return shape_of_codes(shape), (2 * strides[0], *strides[1:])
+            return shape, strides, start
+        return shape_of_codes(shape), (2 * strides[0], *strides[1:]), 2 * start
 
     def template(self, leading: Tensor) -> Tensor:
         """Return a tensor like those with this leading component: of their shape and device."""

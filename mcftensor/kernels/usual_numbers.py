@@ -29,7 +29,6 @@ _TELLING = {
     **dict.fromkeys(("div", "copysign", "noised", "near"), 1),
 }
 
-
 _TO_INTEGER = ("to", torch.int32)
 
 

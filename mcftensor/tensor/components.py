@@ -381,10 +381,8 @@ def wrapper(cls: type[T], like: Tensor, format: Format) -> T:
     """Return a tensor without storage, with the layout of another one and the dtype of a format."""
     if WAITING:
         prepare()
-    shape, strides = format.layout(like)
-    others: dict[str, Any] = {}
-    if place := like.storage_offset():  # the argument is slow
-        others["storage_offset"] = place * (2 if format.components[0].is_packed else 1)
+    shape, strides, place = format.layout(like)
+    others: dict[str, Any] = {"storage_offset": place} if place else {}  # the argument is slow
     if like.layout is not torch.strided:
         others["layout"] = like.layout
     made: T = torch.Tensor._make_wrapper_subclass(

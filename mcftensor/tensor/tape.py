@@ -126,7 +126,7 @@ class Tape:
         """
         if x.layout is not torch.strided:
             return None
-        (shape, stride), device = format.layout(x), x.device
+        (shape, stride, _), device = format.layout(x), x.device
         found = self._layouts.get(shape)
         if found is None or found[0][2] != stride or found[0][0] != device:
             if not shape or not shape.numel() or not x.is_contiguous() or x.is_meta:
