@@ -27,7 +27,8 @@ from torch import Tensor
 
 from mcftensor.kernels import cpu, cuda, execute, first_use
 from mcftensor.kernels.block_scales import BLOCK_SIZE
-from mcftensor.kernels.cpp import BITS, GRAIN
+from mcftensor.kernels.cpp import GRAIN
+from mcftensor.kernels.cpp_prelude import BITS
 from mcftensor.kernels.digit_body import KINDS, add_eagerly, body_of_digits, signature_of_digits
 from mcftensor.kernels.first_use import Arrangement, hard_numbers, hard_vectors
 from mcftensor.kernels.program import Program
